@@ -1,0 +1,108 @@
+"""What an engine asks of a model, whatever runs it: the executor protocol.
+
+An executor owns the weights and the KV pages. It is told which spans of which sequences to compute and where their
+blocks lie; it knows nothing of requests, queues or caching. Only added to, never changed: every executor, the virtual
+one too, is held to it by the same tests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table: all with full attention, or all with one window.
+
+    `kv_bytes_per_token` is what one token's keys and values take over all layers of the group.
+    """
+
+    layers: tuple[int, ...]
+    kv_bytes_per_token: int
+    window: int | None = None
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive tokens of one sequence, to be computed in this step.
+
+    tokens: int32 [n], n >= 1, the ids at positions `start` .. `start` + n - 1.
+    start: how many tokens of the sequence have their KV in the pages already.
+    block_tables: per layer group the sequence's block ids, at least ceil((start + n) / block_size) of them.
+    num_logits: how many of the span's last rows need logits: 0 (a chunk that is not the last), 1, up to n.
+    """
+
+    tokens: NDArray[np.int32]
+    start: int
+    block_tables: Sequence[array[int]]
+    num_logits: int = 1
+    adapter: str | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work. `shared` names groups of spans whose sequences begin with the same blocks:
+    (indices into `spans`, number of leading blocks in common); an executor may attend to them once, with the same bits.
+    """
+
+    spans: list[Span]
+    shared: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Output:
+    """Per span its logits, float32 [num_logits, vocab_size], or None where num_logits is 0."""
+
+    logits: list[NDArray[np.float32] | None]
+
+
+class Executor(Protocol):
+    """Runs spans of tokens over paged KV.
+
+    Exactness is part of the protocol: a row of logits depends on the tokens before it and on nothing else; not on how
+    they were cut into spans, what else was in the batch, or whether their KV was computed now or long ago.
+    """
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes it supports, ascending. The engine takes the smallest from 16 up."""
+        ...
+
+    @property
+    def numerics_id(self) -> str:
+        """Names kernel path and dtype. KV made under another id has other bits and must not be mixed in."""
+        ...
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The model's layers by the block table that they share."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits; valid token ids are 0 .. vocab_size - 1."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence, in tokens, that the model was made for."""
+        ...
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the pages: ids 0 .. num_blocks (0 is the null block, so num_blocks + 1 of them)."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to), in every layer, before the next `execute`."""
+        ...
+
+    def execute(self, batch: Batch) -> Output:
+        """Compute the spans: write their KV into the pages, return the logits asked for."""
+        ...

@@ -1,0 +1,92 @@
+"""A request to the engine and what comes back: plain data, no behaviour of the engine in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from anaphora.identity import Namespace
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestError(ValueError):
+    """A request that can never be served, with the field at fault (`param`) and what is allowed (the message)."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn.
+
+    temperature 0 is greedy. top_k 0 and top_p 1.0 switch those filters off. With a `seed` the same request draws the
+    same tokens whatever runs beside it. `stop` are strings: the output ends before the first of them to appear.
+    `logprobs` asks for log-probabilities of the drawn token and of that many alternatives, None for none at all.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks: list[tuple[str, bool, str]] = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
+            ("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+        ]
+        for name, is_allowed, allowed in checks:
+            if not is_allowed:
+                raise RequestError(name, f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt (packed int32 ids) to be continued. `request_id` is unique among the live ones."""
+
+    request_id: str
+    prompt: bytes
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    namespace: Namespace = field(default_factory=Namespace)
+    read_cache: bool = True
+    write_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of a drawn token, with the most likely alternatives as (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one request.
+
+    `text` is what became certain in this step: bytes of an unfinished character and a possible beginning of a stop
+    string are held back. Counts are totals so far; `num_cached_tokens` is set at the first admission and stays.
+    `finish_reason` is set on the last delta of a request and only there; `error` says what went wrong.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""A model on disk: shape, weights, tokenizer, chat template."""
