@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 TOKEN_BYTES = 4
 """Size of one token id in a buffer."""
 
-Buffer: TypeAlias = Union[bytes, bytearray, memoryview, "array[int]"]
-TokenIds: TypeAlias = Union[Buffer, Sequence[int], Iterable[int]]
+Buffer: TypeAlias = bytes | bytearray | memoryview | array[int]
+TokenIds: TypeAlias = Buffer | Sequence[int] | Iterable[int]
 """What every public call accepts as token ids: an int32 buffer (numpy arrays too), or integers."""
 
 MAX_TOKEN_ID = 2**31 - 1

@@ -1,0 +1,81 @@
+"""What the manager asks of an index: the one place that an author of another index needs to read.
+
+An index owns every block: blank, cached, or held by sequences. It finds the longest known prefix, pins it, hands out
+blocks (evicting what nobody holds), learns what has been computed, and takes everything back. Sizes here are in
+blocks. `Hit` is what `find` found; the index that made it may keep what it likes in `where`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from anaphora.cache.sequence import Sequence
+
+
+class InvariantError(AssertionError):
+    """`check()` found the books in disorder: a defect in this library, or memory that someone else wrote to."""
+
+
+def require(is_true: bool, what: str) -> None:
+    """Raise InvariantError(`what`) unless `is_true`. Unlike `assert` it also runs under `python -O`."""
+    if not is_true:
+        raise InvariantError(what)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A prefix that was found. `num_unpinned` of its `num_blocks` are held by nobody, so pinning them takes them away
+    from what can be handed out."""
+
+    num_blocks: int
+    num_unpinned: int
+    where: Any
+
+
+class PrefixIndex(Protocol):
+    """Prefixes by their tokens, and the blocks that hold them."""
+
+    num_evicted_blocks: int
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: blank ones, and cached ones that nobody holds."""
+        ...
+
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks that nobody holds."""
+        ...
+
+    def find(self, sequence: Sequence, max_blocks: int) -> Hit:
+        """Return the longest known prefix, at most `max_blocks` long. Changes nothing, not even recency."""
+        ...
+
+    def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
+        """Make the sequence a holder of a hit found in the present state; return its block ids."""
+        ...
+
+    def take(self, num_blocks: int) -> array[int]:
+        """Hand out blocks for a sequence's table, evicting as needed. The caller checked `num_available`."""
+        ...
+
+    def insert(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of the sequence are full and computed: make them findable."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence gives back its whole table: what is findable stays cached, the rest becomes blank."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all content. The caller made sure that no sequence holds a block."""
+        ...
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert every invariant, given the sequences that hold blocks. Raises InvariantError. Cost: O(everything)."""
+        ...

@@ -1,0 +1,251 @@
+"""KVCacheManager: the contract that an engine programs against.
+
+    start -> allocate (True or False) -> compute -> commit -> append -> allocate ... -> finish
+                                                          \\-> preempt -> allocate ...
+
+The manager decides which block ids hold which tokens of which sequence; the engine owns the memory behind the ids and
+the computation. It is not thread-safe: one engine loop calls it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal
+
+from anaphora.cache.hash_index import HashIndex
+from anaphora.cache.index import PrefixIndex, require
+from anaphora.cache.radix_index import RadixIndex
+from anaphora.cache.sequence import Sequence
+from anaphora.cache.stats import CacheStats
+from anaphora.identity import DEFAULT_NAMESPACE, Namespace
+from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
+
+IndexKind = Literal["radix", "hash"]
+
+
+class KVCacheManager:
+    """Blocks of KV, shared by every sequence that begins with the same tokens under the same namespace.
+
+    Args:
+        num_blocks: blocks in the pool. Their ids are 1 .. num_blocks; 0 is the null block, so an executor holds
+            num_blocks + 1 pages.
+        block_size: tokens in a block. Hits are whole blocks.
+        index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
+
+    What always holds (`check` asserts it): every block is free, held (by as many holders as count), or cached and
+    unreferenced; a block is found only after its KV has been committed, and only under its own namespace; a live block
+    table only grows; a pinned block is never evicted; a refused `allocate` changed nothing; a prefix is never evicted
+    before what extends it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, *, index: IndexKind = "radix") -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._index: PrefixIndex
+        if index == "radix":
+            self._index = RadixIndex(num_blocks, block_size)
+        elif index == "hash":
+            self._index = HashIndex(num_blocks, block_size)
+        else:
+            raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
+        self._running: set[Sequence] = set()
+        self._stats = CacheStats()
+
+    # -- a sequence's life -----------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        read_cache: bool = True,
+        write_cache: bool = True,
+    ) -> Sequence:
+        """Return a handle for a prompt. Changes nothing: no block is held until the first `allocate`.
+
+        Args:
+            token_ids: at least one id; int32 buffers are taken without conversion, `bytes` without a copy.
+            read_cache: False computes everything anew (prompt log-probabilities need it).
+            write_cache: False leaves nothing of this sequence for others to find.
+
+        Raises ValueError or TypeError for ids that are no int32.
+        """
+        tokens = pack(token_ids)
+        if not tokens:
+            raise ValueError("token_ids: expected at least one token, got none")
+        return Sequence(
+            tokens, namespace, num_groups=1, read_cache=read_cache, write_cache=write_cache, lookup=self._num_hit_tokens
+        )
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for the next `num_tokens` tokens after those computed. Return False, with nothing changed, if the
+        pool cannot give it now: preempt someone, or wait.
+
+        The first call that succeeds admits the sequence: it looks the prompt up, pins what it finds (so afterwards
+        `num_computed_tokens` is the number of cached tokens), takes blocks for `num_tokens` more, and counts the
+        statistics, all at once. The same after a preemption, counted apart. At least the last token is always left
+        to compute. The slots may go beyond the known tokens (lookahead).
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
+        if sequence.state != "running":
+            return self._admit(sequence, num_tokens)
+        table = sequence.block_table
+        missing = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(table)
+        if missing <= 0:
+            return True
+        if missing > self._index.num_available:
+            return False
+        self._extend(sequence, self._index.take(missing))
+        return True
+
+    def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
+        if sequence.state == "finished":
+            raise ValueError("sequence: it is finished; start a new one")
+        index = self._index
+        hit = index.find(sequence, self._max_hit_blocks(sequence))
+        missing = -(-num_tokens // self.block_size)
+        if missing > index.num_available - hit.num_unpinned:
+            return False
+        sequence.block_tables[0] = index.pin(sequence, hit)
+        if missing:
+            self._extend(sequence, index.take(missing))
+        num_hit_tokens = hit.num_blocks * self.block_size
+        sequence.num_computed_tokens = num_hit_tokens
+        sequence.state = "running"
+        self._running.add(sequence)
+        stats = self._stats
+        if sequence.was_admitted:
+            stats.preempted_requests += 1
+            stats.preempted_queries += sequence.num_tokens
+            stats.preempted_hits += num_hit_tokens
+        else:
+            sequence.was_admitted = True
+            sequence._num_cached_tokens = num_hit_tokens
+            stats.requests += 1
+            stats.queries += sequence.num_tokens
+            stats.hits += num_hit_tokens
+        return True
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of the next `num_tokens` tokens is in the blocks now: those that became full can be shared.
+
+        Raises ValueError beyond the tokens that are known, or the blocks that are allocated.
+        """
+        num_computed = sequence.num_computed_tokens + num_tokens
+        if num_tokens < 0 or num_computed > sequence.num_tokens:
+            raise ValueError(
+                f"num_tokens: cannot commit {num_tokens} after {sequence.num_computed_tokens} computed ones; "
+                f"the sequence knows {sequence.num_tokens}"
+            )
+        if num_computed > len(sequence.block_table) * self.block_size:
+            raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
+        sequence.num_computed_tokens = num_computed
+        num_full = num_computed // self.block_size
+        if sequence.write_cache and num_full > sequence.num_indexed_blocks:
+            self._index.insert(sequence, num_full)
+
+    def append(self, sequence: Sequence, token_ids: TokenIds) -> None:
+        """Add generated tokens; their KV is still to be computed. Cost: amortised O(new tokens)."""
+        if sequence.state == "finished":
+            raise ValueError("sequence: it is finished; start a new one")
+        tokens = pack(token_ids)
+        if type(sequence.tokens) is bytes:
+            sequence.tokens = bytearray(sequence.tokens)
+        sequence.tokens += tokens
+        sequence.num_tokens += len(tokens) // TOKEN_BYTES
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give back its blocks; what was committed stays cached. Does nothing to a finished sequence."""
+        if sequence.state != "finished":
+            self._end(sequence)
+            self._stats.finished += 1
+
+    def abort(self, sequence: Sequence) -> None:
+        """The same as `finish`, in any state, counted as aborted."""
+        if sequence.state != "finished":
+            self._end(sequence)
+            self._stats.aborted += 1
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give back all blocks of a running sequence; its next `allocate` starts it again from what is cached then."""
+        if sequence.state != "running":
+            raise ValueError(f"sequence: only a running one can be preempted, this one is {sequence.state}")
+        self._give_back(sequence)
+        sequence.state = "preempted"
+        self._stats.preemptions += 1
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """Return how many leading tokens a sequence with this prompt would be served now. Changes nothing."""
+        return self._num_hit_tokens(self.start(token_ids, namespace))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out now: blank ones, and cached ones that nobody holds."""
+        return self._index.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that are cached and held by nobody."""
+        return self._index.num_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that sequences hold, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    def stats(self) -> CacheStats:
+        """Return the counters as they stand."""
+        stats = self._stats.copy()
+        stats.evicted_blocks = self._index.num_evicted_blocks
+        return stats
+
+    def check(self) -> None:
+        """Assert every invariant of the class. Raises InvariantError. Cost: O(pool + tokens); for tests and doubts."""
+        for sequence in self._running:
+            require(sequence.state == "running", "a sequence that gave its blocks back is still on the books")
+            num_slots = len(sequence.block_table) * self.block_size
+            require(sequence.num_computed_tokens <= sequence.num_tokens, "more computed than known")
+            require(sequence.num_computed_tokens <= num_slots, "more computed than allocated")
+            require(sequence.num_indexed_blocks <= sequence.num_computed_tokens // self.block_size, "found too early")
+        self._index.check(self._running)
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """Forget every cached prefix. Return False, with nothing changed, while sequences hold blocks."""
+        if self._running:
+            return False
+        self._index.clear()
+        return True
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _max_hit_blocks(self, sequence: Sequence) -> int:
+        return (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
+
+    def _num_hit_tokens(self, sequence: Sequence) -> int:
+        return self._index.find(sequence, self._max_hit_blocks(sequence)).num_blocks * self.block_size
+
+    def _extend(self, sequence: Sequence, blocks: array[int]) -> None:
+        try:
+            sequence.block_table.extend(blocks)
+        except BufferError:  # someone still looks at the old buffer; leave it to them
+            sequence.block_tables[0] = sequence.block_table + blocks
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._index.release(sequence)
+        self._running.remove(sequence)
+        sequence.block_tables[0] = array("i")
+        sequence.num_computed_tokens = 0
+        sequence.num_indexed_blocks = 0
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.state == "running":
+            self._give_back(sequence)
+        sequence.state = "finished"

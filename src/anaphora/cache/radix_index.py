@@ -1,0 +1,418 @@
+"""RadixIndex: tokens -> blocks, by a tree whose edges are runs of whole blocks.
+
+    lanes: Namespace -> root
+                         |
+              "You are a helpful ..."  blocks [7 8 9]        held by A and B
+                   /            \\
+       "What is ..." [4]     "Write ..." [12 13]             held by A          cached, held by nobody
+
+Matching compares token bytes, so it is exact: there is no digest that could collide. A node is one edge: `key` holds
+the tokens of its blocks as bytes, compared with one memcmp. Work is proportional to nodes, not to blocks.
+
+Who holds what: `ref` of a node counts the sequences whose tail it is, and its children with ref > 0. So a node is
+pinned exactly when something at or below it is, and locking stops at the first ancestor that was locked before.
+Unpinned nodes stand in `_evictable` in the order in which they were let go, children before their parents; so its head
+is always a leaf, tails go before heads, and evicting costs O(1) a node.
+
+Duplicates: a sequence may have computed what the tree holds already, in blocks of its own. Its table is never
+rewritten. If nobody holds the tree's copy, the sequence's blocks take its place; if somebody does, the tree keeps that
+copy until its last holder lets go, and only then the sequence's blocks take its place (`_settle_duplicates`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from anaphora.cache.index import Hit, require
+from anaphora.cache.pool import BlankStack
+from anaphora.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from anaphora.cache.sequence import Sequence
+    from anaphora.identity import Namespace
+
+Key = bytes | bytearray | memoryview
+
+
+class _Node:
+    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither."""
+
+    __slots__ = ("blocks", "key", "kids", "parent", "ref")
+
+    def __init__(self, parent: _Node | None, key: Key, blocks: array[int]) -> None:
+        self.parent = parent
+        self.key = key
+        self.blocks = blocks
+        self.kids: dict[bytes, _Node] = {}
+        self.ref = 0
+
+    def path(self) -> list[_Node]:
+        """Nodes from below the root to this one."""
+        nodes: list[_Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+class _Root(_Node):
+    """Where a lane begins: all that is known under one namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", array("i"))
+        self.namespace = namespace
+
+
+class RadixIndex:
+    """The tree, the blocks in it, and the blank ones. Implements `PrefixIndex`.
+
+    What it keeps on a sequence (`index_state`): its tail, the deepest node that it pins. All nodes from the root to the
+    tail spell the sequence's first `num_indexed_blocks` blocks.
+
+    Cost, for p = nodes on the path and e = nodes evicted: find O(p) + one memcmp of the match; pin O(newly pinned
+    nodes); take O(e); insert O(1) + one memcpy of the new tokens; release O(newly unpinned nodes).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._width = block_size * TOKEN_BYTES
+        self._blank = BlankStack(num_blocks)
+        self._lanes: dict[Namespace, _Root] = {}
+        self._evictable: OrderedDict[_Node, None] = OrderedDict()
+        self._num_evictable = 0
+        self._holders: set[Sequence] = set()
+        self._duplicating: set[Sequence] = set()
+        """Holders whose table differs from the tree somewhere on the path to their tail."""
+        self.num_evicted_blocks = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blank blocks and those of unpinned nodes."""
+        return len(self._blank) + self._num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of unpinned nodes."""
+        return self._num_evictable
+
+    # -- finding ---------------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence, max_blocks: int) -> Hit:
+        """Walk down from the lane's root. `where` is the last node reached and how many of its blocks match."""
+        node: _Node | None = self._lanes.get(sequence.namespace)
+        if node is None:
+            return Hit(0, 0, None)
+        tokens, width = sequence.tokens, self._width
+        position, end = 0, max_blocks * width
+        num_matched = 0  # of the last node's blocks
+        num_unpinned = 0
+        while position < end:
+            kid = node.kids.get(bytes(tokens[position : position + width]))
+            if kid is None:
+                break
+            node = kid
+            num_matched = len(node.blocks)
+            if position + len(node.key) > end or not tokens.startswith(node.key, position):
+                num_matched = _count_equal_blocks(tokens, position, node.key, min(end - position, len(node.key)), width)
+            if node.ref == 0:
+                num_unpinned += num_matched
+            position += num_matched * width
+            if num_matched < len(node.blocks):
+                break
+        return Hit(position // width, num_unpinned, (node, num_matched))
+
+    # -- holding ---------------------------------------------------------------------------------------------------
+
+    def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
+        """Lock the path to the hit's end, splitting its last node if it matched in part."""
+        self._holders.add(sequence)
+        if hit.num_blocks == 0:
+            sequence.index_state = self._lane(sequence.namespace)
+            sequence.index_state.ref += 1
+            sequence.num_indexed_blocks = 0
+            return array("i")
+        node, num_matched = hit.where
+        if num_matched < len(node.blocks):
+            node = self._split(node, num_matched)
+        self._lock(node)
+        sequence.index_state = node
+        sequence.num_indexed_blocks = hit.num_blocks
+        path = node.path()
+        table: array[int] = path[0].blocks[:]
+        for lower in path[1:]:
+            table.extend(lower.blocks)
+        return table
+
+    def release(self, sequence: Sequence) -> None:
+        """Unlock the path, leaf first; blocks of the table that the tree does not hold become blank."""
+        tail: _Node = sequence.index_state
+        table = sequence.block_table
+        own = table[sequence.num_indexed_blocks :]
+        if sequence in self._duplicating:
+            self._duplicating.remove(sequence)
+            for _, first, last in self._duplicated(sequence):
+                own.extend(table[first:last])
+        if own:
+            self._blank.give(own)
+        self._holders.remove(sequence)
+        sequence.index_state = None
+        self._unlock(tail)
+        self._drop_if_empty(tail)
+        if self._duplicating:
+            self._settle_duplicates()
+
+    def _lane(self, namespace: Namespace) -> _Root:
+        root = self._lanes.get(namespace)
+        if root is None:
+            root = self._lanes[namespace] = _Root(namespace)
+        return root
+
+    def _drop_if_empty(self, node: _Node) -> None:
+        if isinstance(node, _Root) and not node.kids and not node.ref:
+            del self._lanes[node.namespace]
+
+    def _lock(self, node: _Node) -> None:
+        node.ref += 1
+        while node.ref == 1 and node.parent is not None:
+            if node in self._evictable:  # a node that was made just now is not
+                del self._evictable[node]
+                self._num_evictable -= len(node.blocks)
+            node = node.parent
+            node.ref += 1
+
+    def _unlock(self, node: _Node) -> None:
+        node.ref -= 1
+        while node.ref == 0 and node.parent is not None:
+            self._evictable[node] = None
+            self._num_evictable += len(node.blocks)
+            node = node.parent
+            node.ref -= 1
+
+    def _split(self, node: _Node, num_blocks: int) -> _Node:
+        """Cut a node after `num_blocks` blocks and return the new upper part, which the caller locks at once.
+
+        The lower part keeps its identity, so it stays the tail of those who hold it, and its place in the order of
+        eviction: nobody has read it.
+        """
+        width = self._width
+        parent = node.parent
+        assert parent is not None
+        upper = _Node(parent, node.key[: num_blocks * width], node.blocks[:num_blocks])
+        parent.kids[bytes(upper.key[:width])] = upper
+        node.key = node.key[num_blocks * width :]
+        del node.blocks[:num_blocks]
+        node.parent = upper
+        upper.kids[bytes(node.key[:width])] = node
+        if node.ref:
+            upper.ref = 1
+        else:
+            self._num_evictable -= num_blocks
+        return upper
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> array[int]:
+        """Blank blocks, after evicting as many unpinned ones as are missing."""
+        missing = num_blocks - len(self._blank)
+        if missing > 0:
+            self._evict(missing)
+        return self._blank.take(num_blocks)
+
+    def _evict(self, num_blocks: int) -> None:
+        """Let go exactly `num_blocks` blocks: least recently held first, each node's tail before its head."""
+        self.num_evicted_blocks += num_blocks
+        self._num_evictable -= num_blocks
+        evictable, blank, width = self._evictable, self._blank, self._width
+        while num_blocks:
+            node = next(iter(evictable))
+            size = len(node.blocks)
+            if size > num_blocks:
+                blank.give(node.blocks[size - num_blocks :])
+                del node.blocks[size - num_blocks :]
+                node.key = _shortened(node.key, (size - num_blocks) * width)
+                return
+            del evictable[node]
+            blank.give(node.blocks)
+            self._detach(node)
+            num_blocks -= size
+
+    def _detach(self, node: _Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.kids[bytes(node.key[: self._width])]
+        self._drop_if_empty(parent)
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def insert(self, sequence: Sequence, num_blocks: int) -> None:
+        """Hang the sequence's newly full blocks below its tail, or line up with what the tree holds there already."""
+        width = self._width
+        tokens = sequence.tokens
+        while sequence.num_indexed_blocks < num_blocks:
+            tail: _Node = sequence.index_state
+            first = sequence.num_indexed_blocks
+            start = first * width
+            kid = tail.kids.get(bytes(tokens[start : start + width]))
+            if kid is not None:
+                self._line_up(sequence, kid, num_blocks)
+                continue
+            blocks = sequence.block_table[first:num_blocks]
+            key: Key = tokens[start : num_blocks * width]
+            if type(tail.key) is bytearray and tail.ref == 1 and not tail.kids and tail.parent is not None:
+                # A leaf that only this sequence holds grows in place.
+                tail.key += key
+                tail.blocks.extend(blocks)
+            else:
+                if num_blocks < len(tokens) // width and type(key) is bytes:
+                    key = bytearray(key)  # more of the prompt will follow, in place
+                node = _Node(tail, key, blocks)
+                tail.kids[bytes(key[:width])] = node
+                self._move_tail(sequence, node)
+            sequence.num_indexed_blocks = num_blocks
+
+    def _move_tail(self, sequence: Sequence, node: _Node) -> None:
+        self._lock(node)
+        self._unlock(sequence.index_state)
+        sequence.index_state = node
+
+    def _line_up(self, sequence: Sequence, node: _Node, num_blocks: int) -> None:
+        """Move the sequence's tail along a node whose content it has computed again."""
+        width = self._width
+        first = sequence.num_indexed_blocks
+        limit = min(len(node.key), (num_blocks - first) * width)
+        num_equal = _count_equal_blocks(sequence.tokens, first * width, node.key, limit, width)
+        if num_equal < len(node.blocks):
+            node = self._split(node, num_equal)
+        if node.ref == 0:
+            self._replace_blocks(node, sequence.block_table[first : first + num_equal])
+        else:
+            self._duplicating.add(sequence)
+        self._move_tail(sequence, node)
+        sequence.num_indexed_blocks = first + num_equal
+
+    # -- duplicates ------------------------------------------------------------------------------------------------
+
+    def _replace_blocks(self, node: _Node, blocks: array[int]) -> None:
+        self._blank.give(node.blocks)
+        node.blocks = blocks
+
+    def _duplicated(self, sequence: Sequence) -> Iterator[tuple[_Node, int, int]]:
+        """Nodes on the path to the sequence's tail that hold other blocks than its table, with their range in it."""
+        table = sequence.block_table
+        last = sequence.num_indexed_blocks
+        node: _Node = sequence.index_state
+        while node.parent is not None:
+            first = last - len(node.blocks)
+            if table[first:last] != node.blocks:
+                yield node, first, last
+            node, last = node.parent, first
+
+    def _settle_duplicates(self) -> None:
+        """Where the tree's copy has lost its last holder, put the copy of a sequence that still lives in its place.
+
+        Runs after a release while there are duplicates, which is rare; cost O(holders x path).
+        """
+        held: set[_Node] = set()
+        duplicated: dict[_Node, tuple[Sequence, int, int]] = {}
+        for sequence in self._holders:
+            own = {node: (sequence, first, last) for node, first, last in self._duplicated(sequence)}
+            held.update(node for node in sequence.index_state.path() if node not in own)
+            duplicated |= own
+        for node, (sequence, first, last) in duplicated.items():
+            if node not in held:
+                self._replace_blocks(node, sequence.block_table[first:last])
+        self._duplicating = {s for s in self._duplicating if next(self._duplicated(s), None) is not None}
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Start again with every block blank."""
+        self._lanes.clear()
+        self._evictable.clear()
+        self._num_evictable = 0
+        self._blank = BlankStack(self._num_blocks)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Walk the whole tree and every table; see `PrefixIndex.check`."""
+        holders = list(sequences)
+        require(set(holders) == self._holders, "the index and the manager disagree on who holds blocks")
+        owner: dict[int, str] = {}
+
+        def claim(blocks: Iterable[int], who: str) -> None:
+            for block in blocks:
+                require(1 <= block <= self._num_blocks, f"block {block} is none of the pool's")
+                require(block not in owner, f"block {block} is {who} and {owner.get(block)}")
+                owner[block] = who
+
+        claim(self._blank, "blank")
+        num_tails: dict[_Node, int] = {}
+        for sequence in holders:
+            tail: _Node = sequence.index_state
+            num_tails[tail] = num_tails.get(tail, 0) + 1
+            path = tail.path()
+            top = path[0].parent if path else tail
+            require(top is self._lanes.get(sequence.namespace), "a sequence hangs in another namespace's lane")
+            spelled = b"".join(bytes(node.key) for node in path)
+            require(len(spelled) == sequence.num_indexed_blocks * self._width, "a path is not as long as it counts")
+            require(sequence.tokens.startswith(spelled), "a path spells other tokens than its sequence")
+            duplicated = list(self._duplicated(sequence))
+            require(not duplicated or sequence in self._duplicating, "a duplicate is not on record")
+            claim(sequence.block_table[sequence.num_indexed_blocks :], "private")
+            for _, first, last in duplicated:
+                claim(sequence.block_table[first:last], "a private duplicate")
+        in_order = list(self._evictable)
+        place = {node: i for i, node in enumerate(in_order)}
+        num_evictable = 0
+        for root in self._lanes.values():
+            require(bool(root.kids or root.ref), "an empty lane was kept")
+            stack: list[_Node] = [root]
+            while stack:
+                node = stack.pop()
+                require(node.ref == num_tails.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "ref")
+                stack.extend(node.kids.values())
+                for first_block, kid in node.kids.items():
+                    require(kid.parent is node and kid.key[: self._width] == first_block, "a child under a wrong key")
+                    require(bool(kid.ref) or not node.parent or bool(node.ref) or place[kid] < place[node], "order")
+                if node.parent is None:
+                    continue
+                require(len(node.key) == len(node.blocks) * self._width > 0, "key and blocks differ in length")
+                require((node in place) == (node.ref == 0), "evictable is not the same as unpinned")
+                num_evictable += len(node.blocks) if node.ref == 0 else 0
+                claim(node.blocks, "in the tree")
+        require(num_evictable == self._num_evictable, "the count of evictable blocks is wrong")
+        require(len(owner) == self._num_blocks, "a block is lost")
+
+
+def _count_equal_blocks(tokens: bytes | bytearray, position: int, key: Key, limit: int, width: int) -> int:
+    """Return how many whole blocks of `key[:limit]` equal the tokens from byte `position` on.
+
+    Gallops in growing steps, then bisects the step that differs; each probe is one memcmp. Cost: O(log) probes.
+    """
+    view = memoryview(key)
+    num_equal, step = 0, 4
+    differs = limit // width + 1
+    while num_equal + 1 < differs:
+        upto = min(num_equal + step, differs - 1)
+        if tokens.startswith(view[num_equal * width : upto * width], position + num_equal * width):
+            num_equal, step = upto, step * 4
+        else:
+            differs, step = upto, max(1, (upto - num_equal) // 2)
+    return num_equal
+
+
+def _shortened(key: Key, size: int) -> Key:
+    """Return the first `size` bytes of a key; without a copy unless that would keep much unused memory alive."""
+    if type(key) is bytearray:
+        del key[size:]
+        return key
+    view = memoryview(key)
+    whole = view.obj if isinstance(view.obj, bytes) else key
+    return bytes(view[:size]) if size * 2 < len(whole) else view[:size]
