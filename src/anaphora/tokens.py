@@ -14,8 +14,8 @@ from typing import TypeAlias
 TOKEN_BYTES = 4
 """Size of one token id in a buffer."""
 
-Buffer: TypeAlias = bytes | bytearray | memoryview | array[int]
-TokenIds: TypeAlias = Buffer | Sequence[int] | Iterable[int]
+Buffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"
+TokenIds: TypeAlias = "Buffer | Sequence[int] | Iterable[int]"
 """What every public call accepts as token ids: an int32 buffer (numpy arrays too), or integers."""
 
 MAX_TOKEN_ID = 2**31 - 1
