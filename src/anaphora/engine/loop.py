@@ -1,0 +1,355 @@
+"""Engine: requests in, deltas out, one step at a time.
+
+    submit -> Scheduler -> Executor.execute -> commit -> Sampler -> OutputStream -> Delta
+                 ^                                                        |
+                 +---- append: the token that was drawn is known now -----+
+
+It runs in whatever thread calls it and is not safe to be called from two; `EngineService` gives it a thread of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from anaphora.engine.executor import Batch, Span
+from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.request import Delta, RequestError
+from anaphora.engine.sampling import Sampler, token_logprob
+from anaphora.engine.scheduler import Scheduler
+from anaphora.engine.stopping import OutputStream
+from anaphora.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from numpy.typing import NDArray
+
+    from anaphora.cache.manager import KVCacheManager
+    from anaphora.engine.executor import Executor
+    from anaphora.engine.request import FinishReason, Request, TokenLogprob
+    from anaphora.engine.scheduler import ScheduledSpan
+    from anaphora.engine.stopping import Detokenizer
+    from anaphora.model.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start; `num_running`, `num_waiting` and the block counts are of now. Times are in seconds.
+
+    manager_s: in the manager's calls and the scheduling loop around them: an upper bound of what caching costs.
+    execute_s: in the executor. step_s: in whole steps, so it contains all of execute_s and nearly all of manager_s.
+    prompt_tokens, cached_tokens: of admitted requests, counted once, at their first admission.
+    computed_prompt_tokens: prompt tokens that went through the executor, recomputed ones included; so without
+    preemptions, prompt_tokens = cached_tokens + computed_prompt_tokens once everything has finished.
+    """
+
+    num_steps: int = 0
+    step_s: float = 0.0
+    manager_s: float = 0.0
+    execute_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    output_tokens: int = 0
+    num_preemptions: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that running requests hold, 0 to 1. Cached blocks that nobody holds count as free."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+
+class Engine:
+    """Continuous batching of requests over an executor and a KVCacheManager, both of which it takes over.
+
+    tokenizer: makes text; without one `Delta.text` stays empty and requests with stop strings are refused.
+    eos_token_ids: end an output unless the request ignores them.
+    max_num_seqs, max_num_batched_tokens: limits of one step, in requests and in tokens.
+    max_context: longest sequence in tokens, the executor's own limit by default.
+    seed: makes the seeds of requests that bring none; random by default.
+    clock: returns seconds.
+
+    Raises:
+        ValueError: a limit below 1, or a block size that the executor does not support.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        manager: KVCacheManager,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Collection[int] = (),
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_context: int | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if manager.block_size not in executor.block_sizes:
+            raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
+        if max_context is not None and max_context < 1:
+            raise ValueError(f"max_context: {max_context} is not allowed; it must be at least 1")
+        self.max_context = min(executor.max_context, max_context or executor.max_context)
+        """Longest sequence, prompt and output, that the model may see."""
+        self._executor = executor
+        self._manager = manager
+        self._new_detokenizer: Callable[[], Detokenizer] | None = None
+        if tokenizer is not None:
+            # Here, so that an engine without text (a simulation) needs no tokenizer library.
+            from anaphora.model.tokenizer import Detokenizer  # noqa: PLC0415
+
+            self._new_detokenizer = partial(Detokenizer, tokenizer)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self._seeds = random.Random(seed)
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        self._num_arrivals = 0
+        self._stats = EngineStats()
+        executor.allocate_kv(manager.num_blocks, manager.block_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live, so that `step` has something to do."""
+        return bool(self._live)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most that prompt and max_tokens of a request may add up to: `max_context`, or the pool if it is less."""
+        return min(self.max_context, self._manager.num_blocks * self._manager.block_size)
+
+    def stats(self) -> EngineStats:
+        """Return the counters as they stand. May be called from any thread."""
+        manager, scheduler = self._manager, self._scheduler
+        cache = manager.stats()
+        return replace(
+            self._stats,
+            prompt_tokens=cache.queries,
+            cached_tokens=cache.hits,
+            num_preemptions=cache.preemptions,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=manager.num_blocks,
+            num_free_blocks=manager.num_free_blocks,
+        )
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError if the request can never be served here. May be called from any thread.
+
+        Cost: one pass over the prompt.
+        """
+        sampling = request.sampling
+        if not request.prompt:
+            raise RequestError("prompt", "prompt: no tokens; at least 1 is needed")
+        if len(request.prompt) % TOKEN_BYTES:
+            raise RequestError("prompt", f"prompt: {len(request.prompt)} bytes are no whole number of int32 ids")
+        ids = np.frombuffer(request.prompt, dtype=np.int32)
+        vocab_size = self._executor.vocab_size
+        is_valid = (ids >= 0) & (ids < vocab_size)
+        if not is_valid.all():
+            position = int(is_valid.argmin())
+            raise RequestError(
+                "prompt", f"prompt[{position}]: {ids[position]} is no token id; allowed are 0 to {vocab_size - 1}"
+            )
+        for token_id in sampling.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    "stop_token_ids", f"stop_token_ids: {token_id} is no token id; allowed are 0 to {vocab_size - 1}"
+                )
+        if sampling.stop and self._new_detokenizer is None:
+            raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
+        self._validate_length(len(ids), sampling.max_tokens)
+
+    def _validate_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        num_tokens = num_prompt_tokens + max_tokens
+        block_size, num_blocks = self._manager.block_size, self._manager.num_blocks
+        num_needed = -(-num_tokens // block_size)
+        # Whose fault it is: the prompt's if it leaves no room for one token of output.
+        param = "prompt" if num_prompt_tokens >= self.max_request_tokens else "max_tokens"
+        asked = f"{param}: {num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_tokens} tokens"
+        if num_tokens > self.max_context:
+            raise RequestError(param, f"{asked}; the longest context is {self.max_context} tokens")
+        if num_needed > num_blocks:
+            raise RequestError(
+                param,
+                f"{asked}, which need {num_needed} KV blocks of {block_size} tokens; the pool has {num_blocks}",
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served, or its id is that of a live request.
+        """
+        self.validate(request)
+        if request.request_id in self._live:
+            raise RequestError("request_id", f"request_id: {request.request_id!r} is in use by a live request")
+        sampling = request.sampling
+        seed = self._seeds.getrandbits(128) if sampling.seed is None else sampling.seed
+        sequence = self._manager.start(
+            request.prompt,
+            namespace=request.namespace,
+            read_cache=request.read_cache,
+            write_cache=request.write_cache,
+        )
+        detokenizer = None if self._new_detokenizer is None else self._new_detokenizer()
+        live = LiveRequest(
+            request,
+            sequence,
+            arrival=self._num_arrivals,
+            sampler=Sampler(sampling, seed),
+            output=OutputStream(sampling, self._eos_token_ids, detokenizer),
+        )
+        self._num_arrivals += 1
+        self._live[request.request_id] = live
+        self._scheduler.add(live)
+
+    def abort(self, request_id: str) -> Delta | None:
+        """End a request in whatever state it is; return its last delta, or None if no such request is live."""
+        live = self._live.get(request_id)
+        return None if live is None else self._end_early(live, "abort")
+
+    def step(self) -> list[Delta]:
+        """Run one batch; return what it added, in order of arrival. Requests still in prefill add nothing.
+
+        If the executor fails, the requests of this batch end with finish_reason "error", leaving nothing of the step
+        in the cache; the others live on. Logits from which no token can be drawn end the one request that they are of.
+        """
+        if not self._live:
+            return []
+        started = self._clock()
+        scheduled = self._scheduler.schedule()
+        self._stats.manager_s += self._clock() - started
+        deltas = self._run(scheduled) if scheduled else [self._refuse_oldest()]
+        self._stats.num_steps += 1
+        self._stats.step_s += self._clock() - started
+        return deltas
+
+    def _run(self, scheduled: list[ScheduledSpan]) -> list[Delta]:
+        try:
+            rows = self._execute(scheduled)
+        except Exception as error:
+            return [self._end_early(span.live, "error", _describe(error)) for span in scheduled]
+        started = self._clock()
+        for live, _, num_tokens in scheduled:
+            self._manager.commit(live.sequence, num_tokens)
+        self._stats.manager_s += self._clock() - started
+        for live, start, num_tokens in scheduled:
+            self._stats.computed_prompt_tokens += max(0, min(start + num_tokens, live.num_prompt_tokens) - start)
+
+        advanced = [(live, self._advance(live, row)) for live, row in rows]
+        started = self._clock()
+        for live, delta in advanced:
+            if delta.finish_reason is None:
+                self._manager.append(live.sequence, delta.token_ids)
+            else:
+                self._end(live, delta.finish_reason)
+        self._stats.manager_s += self._clock() - started
+        return [delta for _, delta in advanced]
+
+    def _execute(self, scheduled: list[ScheduledSpan]) -> list[tuple[LiveRequest, NDArray[np.float32]]]:
+        """Compute the spans; return the requests that may draw a token, each with its logits, float32 [vocab_size]."""
+        batch = Batch([_to_span(span) for span in scheduled])
+        started = self._clock()
+        try:
+            logits = self._executor.execute(batch).logits
+        finally:
+            self._stats.execute_s += self._clock() - started
+        rows: list[tuple[LiveRequest, NDArray[np.float32]]] = []
+        for span, of_span in zip(scheduled, logits, strict=True):
+            if not span.is_complete:
+                continue
+            if of_span is None or len(of_span) != 1:
+                raise RuntimeError("the executor did not return the one row of logits that it was asked for")
+            rows.append((span.live, of_span[0]))
+        return rows
+
+    def _advance(self, live: LiveRequest, logits: NDArray[np.float32]) -> Delta:
+        """Draw the request's next token."""
+        sampling = live.request.sampling
+        try:
+            token_id = live.sampler.sample(logits, live.output.num_tokens)
+        except ValueError as error:
+            return self._delta(live, finish_reason="error", error=_describe(error))
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = (token_logprob(logits, token_id, sampling.logprobs),)
+        piece = live.output.push(token_id)
+        self._stats.output_tokens += 1
+        return self._delta(
+            live, token_ids=(token_id,), text=piece.text, finish_reason=piece.finish_reason, logprobs=logprobs
+        )
+
+    def _refuse_oldest(self) -> Delta:
+        """Nothing runs and the next request gets no slots: someone else holds blocks, and waiting would be for ever."""
+        return self._end_early(
+            self._scheduler.waiting.peek(),
+            "error",
+            f"KV blocks: only {self._manager.num_free_blocks} of {self._manager.num_blocks} can be had, "
+            "though no request is running",
+        )
+
+    def _end_early(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> Delta:
+        delta = self._delta(live, finish_reason=reason, error=error)
+        self._end(live, reason)
+        return delta
+
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        self._scheduler.remove(live)
+        del self._live[live.request_id]
+        if reason in {"stop", "length"}:
+            self._manager.finish(live.sequence)
+        else:
+            self._manager.abort(live.sequence)
+
+    @staticmethod
+    def _delta(
+        live: LiveRequest,
+        *,
+        token_ids: tuple[int, ...] = (),
+        text: str = "",
+        finish_reason: FinishReason | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> Delta:
+        return Delta(
+            request_id=live.request_id,
+            token_ids=token_ids,
+            text=text,
+            num_prompt_tokens=live.num_prompt_tokens,
+            num_cached_tokens=live.num_cached_tokens,
+            num_output_tokens=live.output.num_tokens,
+            finish_reason=finish_reason,
+            logprobs=logprobs,
+            error=error,
+        )
+
+
+def _to_span(scheduled: ScheduledSpan) -> Span:
+    live, start, num_tokens = scheduled
+    sequence = live.sequence
+    adapter = live.request.namespace.adapter
+    # A copy: a view of the sequence's tokens would keep it from growing.
+    tokens = sequence.tokens[start * TOKEN_BYTES : (start + num_tokens) * TOKEN_BYTES]
+    return Span(
+        tokens=np.frombuffer(tokens, dtype=np.int32),
+        start=start,
+        block_tables=sequence.block_tables,
+        num_logits=int(scheduled.is_complete),
+        adapter=None if adapter is None else adapter.digest,
+    )
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
