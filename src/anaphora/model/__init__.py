@@ -1,1 +1,21 @@
-"""A model on disk: shape, weights, tokenizer, chat template."""
+"""A model on disk and in memory: shape, weights, tokenizer, chat template."""
+
+from anaphora.model.chat_template import ChatTemplate, ChatTemplateError
+from anaphora.model.errors import ModelError
+from anaphora.model.load import Model, load_model
+from anaphora.model.shape import ModelShape
+from anaphora.model.tokenizer import Detokenizer, Tokenizer
+from anaphora.model.weights import LayerWeights, Weights
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
+    "Detokenizer",
+    "LayerWeights",
+    "Model",
+    "ModelError",
+    "ModelShape",
+    "Tokenizer",
+    "Weights",
+    "load_model",
+]
