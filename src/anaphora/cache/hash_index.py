@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from anaphora.cache.index import Hit, require
 from anaphora.cache.pool import FreeQueue
-from anaphora.identity import BlockDigests
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anaphora.cache.sequence import Sequence
-    from anaphora.identity import Namespace
+    from anaphora.identity import BlockDigests, Namespace
 
 
 class _Content(NamedTuple):
@@ -44,10 +43,10 @@ class HashIndex:
     Cost: O(1) a block for everything; a digest for each block not seen by this sequence before.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests) -> None:
         self._num_blocks = num_blocks
         self._width = block_size * TOKEN_BYTES
-        self._digests = digests or BlockDigests()
+        self._digests = digests
         self._free = FreeQueue(num_blocks)
         self._num_holders = [0] * (num_blocks + 1)
         self._content: list[_Content | None] = [None] * (num_blocks + 1)

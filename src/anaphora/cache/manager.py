@@ -17,7 +17,7 @@ from anaphora.cache.index import PrefixIndex, require
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
-from anaphora.identity import DEFAULT_NAMESPACE, Namespace
+from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Namespace
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
 IndexKind = Literal["radix", "hash"]
@@ -31,6 +31,7 @@ class KVCacheManager:
             num_blocks + 1 pages.
         block_size: tokens in a block. Hits are whole blocks.
         index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
+        digests: how blocks are named, for the hash index; by default with a secret of this process's own.
 
     What always holds (`check` asserts it): every block is free, held (by as many holders as count), or cached and
     unreferenced; a block is found only after its KV has been committed, and only under its own namespace; a live block
@@ -38,7 +39,9 @@ class KVCacheManager:
     before what extends it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, index: IndexKind = "radix") -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, *, index: IndexKind = "radix", digests: BlockDigests | None = None
+    ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
@@ -48,7 +51,7 @@ class KVCacheManager:
         if index == "radix":
             self._index = RadixIndex(num_blocks, block_size)
         elif index == "hash":
-            self._index = HashIndex(num_blocks, block_size)
+            self._index = HashIndex(num_blocks, block_size, digests or BlockDigests())
         else:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._running: set[Sequence] = set()

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from anaphora import KVCacheManager, Namespace, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(params=["radix", "hash"])
+def make(request: pytest.FixtureRequest) -> Callable[..., KVCacheManager]:
+    """Make a manager of either kind: everything in the contract holds for both."""
+
+    def make_manager(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVCacheManager:
+        return KVCacheManager(num_blocks, block_size, index=request.param)
+
+    return make_manager
+
+
+def admit(
+    manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: bool
+) -> Sequence:
+    """Start a sequence and compute all of its prompt; it must fit."""
+    sequence = manager.start(list(tokens), namespace or Namespace(), **options)
+    assert manager.allocate(sequence, sequence.num_tokens - sequence.num_cached_tokens)
+    manager.commit(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+    manager.check()
+    return sequence
+
+
+def run(manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: bool) -> int:
+    """Admit, compute, finish; return how many tokens were cached."""
+    sequence = admit(manager, tokens, namespace, **options)
+    manager.finish(sequence)
+    manager.check()
+    return sequence.num_cached_tokens

@@ -1,0 +1,448 @@
+"""The contract of KVCacheManager, clause by clause, in the smallest pool that shows it. Block size 4 throughout."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from anaphora import Adapter, KVCacheManager, Namespace
+from anaphora.identity import BlockDigests
+from tests.cache.conftest import admit, run
+from tests.cache.paged_memory import fingerprint
+
+
+def tokens(first: int, last: int) -> list[int]:
+    return list(range(first, last + 1))
+
+
+class TestHits:
+    def test_an_equal_prompt_hits_every_whole_block_but_leaves_the_last_token_to_compute(self, make):
+        for length, expected in [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)]:
+            manager = make(8)
+            assert run(manager, tokens(1, length)) == 0
+            assert run(manager, tokens(1, length)) == expected
+
+    def test_a_divergence_inside_a_block_loses_that_block_only(self, make):
+        manager = make(16)
+        run(manager, tokens(1, 13))
+        assert run(manager, [*tokens(1, 7), 99, *tokens(9, 13)]) == 4
+
+    def test_a_longer_prompt_hits_what_a_shorter_one_left_and_the_other_way_round(self, make):
+        manager = make(16)
+        run(manager, tokens(1, 9))
+        assert run(manager, tokens(1, 17)) == 8
+        assert run(manager, tokens(1, 9)) == 8
+        assert run(manager, tokens(1, 30)) == 16
+
+    def test_only_committed_blocks_are_found(self, make):
+        manager = make(16)
+        first = manager.start(tokens(1, 17))
+        assert manager.allocate(first, 17)
+        assert manager.match(tokens(1, 17)) == 0
+        manager.commit(first, 8)
+        assert manager.match(tokens(1, 17)) == 8
+        manager.commit(first, 3)
+        assert manager.match(tokens(1, 17)) == 8
+        manager.check()
+
+    def test_generated_tokens_are_found_by_the_next_turn(self, make):
+        manager = make(16)
+        turn = admit(manager, tokens(1, 6))
+        for token in tokens(7, 12):
+            manager.append(turn, [token])
+            assert manager.allocate(turn, 1)
+            manager.commit(turn, 1)
+            manager.check()
+        manager.finish(turn)
+        assert manager.match([*tokens(1, 12), 50, 51]) == 12
+
+    def test_the_number_of_cached_tokens_is_what_a_lookup_finds_until_admission_and_then_final(self, make):
+        manager = make(16)
+        sequence = manager.start(tokens(1, 13))
+        assert sequence.num_cached_tokens == 0
+        other = admit(manager, tokens(1, 9))
+        assert sequence.num_cached_tokens == 8
+        assert manager.allocate(sequence, 5)
+        assert sequence.num_cached_tokens == sequence.num_computed_tokens == 8
+        manager.commit(sequence, 5)
+        manager.finish(other)
+        assert sequence.num_cached_tokens == 8
+
+    def test_read_cache_off_computes_everything_and_still_leaves_it_for_others(self, make):
+        manager = make(16)
+        assert run(manager, tokens(1, 9)) == 0
+        assert run(manager, tokens(1, 9), read_cache=False) == 0
+        assert run(manager, tokens(1, 9)) == 8
+
+    def test_write_cache_off_leaves_nothing_behind(self, make):
+        manager = make(16)
+        assert run(manager, tokens(1, 9), write_cache=False) == 0
+        assert run(manager, tokens(1, 9)) == 0
+        assert manager.num_free_blocks == 16
+
+
+class TestIdentity:
+    def test_unequal_namespaces_never_match(self, make):
+        manager = make(64)
+        namespaces = [
+            Namespace(),
+            Namespace(salt="a"),
+            Namespace(salt="b"),
+            Namespace(model="a"),
+            Namespace(model="b"),
+            Namespace(generation=1),
+            Namespace(adapter=Adapter("aa", name="s")),
+            Namespace(adapter=Adapter("bb", name="s")),
+            Namespace(adapter=Adapter("aa", name="s"), salt="a"),
+        ]
+        for namespace in namespaces:
+            assert run(manager, tokens(1, 9), namespace) == 0
+        for namespace in namespaces:
+            assert run(manager, tokens(1, 9), namespace) == 8
+
+    def test_an_adapter_is_its_digest_whatever_it_is_called(self, make):
+        manager = make(16)
+        run(manager, tokens(1, 9), Namespace(adapter=Adapter("aa", name="one")))
+        assert run(manager, tokens(1, 9), Namespace(adapter=Adapter("aa", name="two"))) == 8
+
+    def test_an_empty_salt_is_refused(self):
+        with pytest.raises(ValueError, match="salt"):
+            Namespace(salt="")
+
+    def test_equal_blocks_after_unequal_ones_are_other_prefixes(self, make):
+        manager = make(16)
+        run(manager, [*tokens(1, 4), *tokens(50, 54)])
+        assert run(manager, [*tokens(11, 14), *tokens(50, 54)]) == 0
+        assert run(manager, tokens(50, 54)) == 0
+
+    def test_a_forged_digest_costs_a_miss_and_never_serves_another_prefix(self):
+        class OneName(BlockDigests):
+            def block(self, parent: bytes, tokens: bytes) -> bytes:
+                return b"the same for all"
+
+        manager = KVCacheManager(16, 4, index="hash", digests=OneName())
+        run(manager, [*tokens(1, 4), *tokens(50, 54)])
+        run(manager, tokens(11, 15))
+        assert manager.match([*tokens(11, 14), *tokens(50, 54)]) == 4
+        assert manager.match(tokens(50, 54)) == 0
+        assert manager.match(tokens(1, 5), Namespace(salt="a")) == 0
+        assert manager.match([*tokens(1, 4), *tokens(50, 54)]) == 8
+
+
+class TestAllocation:
+    def test_hits_are_pinned_before_new_blocks_are_taken(self, make):
+        manager = make(5)
+        run(manager, tokens(1, 9))
+        second = admit(manager, [*tokens(1, 8), *tokens(20, 28)])
+        assert second.num_cached_tokens == 8
+        assert len(set(second.block_table)) == 5
+
+    def test_a_refusal_changes_nothing(self, make):
+        manager = make(4)
+        run(manager, tokens(1, 9))
+        before = fingerprint(manager)
+        second = manager.start([*tokens(1, 8), *tokens(20, 28)])
+        assert not manager.allocate(second, 9)
+        assert fingerprint(manager) == before
+        assert (second.state, len(second.block_table)) == ("waiting", 0)
+        assert run(manager, tokens(1, 9)) == 8
+
+    def test_a_running_sequence_that_is_refused_keeps_what_it_has(self, make):
+        manager = make(2)
+        sequence = admit(manager, tokens(1, 8))
+        manager.append(sequence, [9])
+        before = fingerprint(manager)
+        assert not manager.allocate(sequence, 1)
+        assert fingerprint(manager) == before
+
+    def test_idle_cached_blocks_are_given_up_for_new_content(self, make):
+        manager = make(2)
+        run(manager, tokens(1, 8))
+        assert run(manager, tokens(11, 18)) == 0
+        assert manager.stats().evicted_blocks == 2
+
+    def test_slots_may_go_beyond_the_known_tokens_but_commits_may_not(self, make):
+        manager = make(4)
+        sequence = manager.start(tokens(1, 3))
+        assert manager.allocate(sequence, 9)
+        assert len(sequence.block_table) == 3
+        with pytest.raises(ValueError, match="knows 3"):
+            manager.commit(sequence, 4)
+        manager.append(sequence, tokens(4, 14))
+        with pytest.raises(ValueError, match="allocate"):
+            manager.commit(sequence, 13)
+        manager.commit(sequence, 12)
+        manager.check()
+
+    def test_a_table_only_grows(self, make):
+        manager = make(8)
+        sequence = admit(manager, tokens(1, 6))
+        seen = sequence.block_table[:]
+        for token in tokens(7, 20):
+            manager.append(sequence, [token])
+            assert manager.allocate(sequence, 1)
+            manager.commit(sequence, 1)
+            assert sequence.block_table[: len(seen)] == seen
+            seen = sequence.block_table[:]
+
+    def test_a_view_of_the_old_table_does_not_block_its_growth(self, make):
+        manager = make(4)
+        sequence = admit(manager, tokens(1, 4))
+        view = memoryview(sequence.block_table)
+        manager.append(sequence, [5])
+        assert manager.allocate(sequence, 1)
+        assert len(view) == 1
+        assert len(sequence.block_table) == 2
+
+    def test_allocating_nothing_admits_a_sequence_with_its_hits(self, make):
+        manager = make(4)
+        run(manager, tokens(1, 9))
+        sequence = manager.start(tokens(1, 9))
+        assert manager.allocate(sequence, 0)
+        assert (sequence.num_computed_tokens, len(sequence.block_table)) == (8, 2)
+        manager.check()
+
+
+class TestEviction:
+    def test_tails_go_before_heads(self, make):
+        manager = make(5)
+        run(manager, tokens(1, 17))
+        run(manager, tokens(50, 54))
+        assert manager.match(tokens(1, 17)) == 12
+
+    def test_what_was_let_go_first_goes_first(self, make):
+        manager = make(6)
+        run(manager, tokens(1, 9))
+        run(manager, tokens(21, 29))
+        run(manager, tokens(1, 9))
+        run(manager, tokens(41, 53))
+        assert manager.match(tokens(21, 29)) == 0
+        assert manager.match(tokens(1, 9)) == 8
+
+    def test_the_half_of_a_prefix_that_nobody_read_again_is_not_refreshed(self, make):
+        manager = make(8)
+        run(manager, tokens(1, 17))
+        run(manager, tokens(21, 29))
+        run(manager, [*tokens(1, 8), 99])
+        run(manager, tokens(61, 76))
+        assert manager.match(tokens(21, 29)) == 8
+        assert manager.match(tokens(1, 17)) == 8
+
+    def test_a_shared_prefix_outlives_what_only_one_of_its_readers_needed(self, make):
+        manager = make(7)
+        first = admit(manager, [*tokens(1, 8), *tokens(21, 25)])
+        second = admit(manager, [*tokens(1, 8), *tokens(31, 35)])
+        manager.finish(first)
+        manager.finish(second)
+        run(manager, tokens(61, 76))
+        assert manager.match(tokens(1, 9)) == 8
+        assert manager.match([*tokens(1, 8), *tokens(31, 35)]) == 12
+        assert manager.match([*tokens(1, 8), *tokens(21, 25)]) == 8
+
+    def test_a_pinned_block_is_never_evicted(self, make):
+        manager = make(4)
+        run(manager, tokens(1, 9))
+        reader = manager.start(tokens(1, 9))
+        assert manager.allocate(reader, 1)
+        other = manager.start(tokens(21, 28))
+        assert not manager.allocate(other, 8)
+        assert manager.match(tokens(1, 9)) == 8
+
+    def test_a_lookup_does_not_refresh(self, make):
+        manager = make(4)
+        run(manager, tokens(1, 5))
+        run(manager, tokens(21, 25))
+        before = fingerprint(manager)
+        assert manager.match(tokens(1, 5)) == 4
+        assert manager.start(tokens(1, 5)).num_cached_tokens == 4
+        assert fingerprint(manager) == before
+
+    def test_emptied_namespaces_are_forgotten(self, make):
+        manager = make(2)
+        for salt in range(100):
+            run(manager, tokens(1, 5), Namespace(salt=str(salt)))
+        assert len(getattr(manager._index, "_lanes", ())) <= 2
+
+
+class TestDuplicates:
+    def test_a_copy_computed_at_once_survives_the_first_one(self, make):
+        manager = make(6)
+        first, second = manager.start(tokens(1, 5)), manager.start(tokens(1, 5))
+        assert manager.allocate(first, 5)
+        assert manager.allocate(second, 5)
+        manager.commit(first, 5)
+        manager.commit(second, 5)
+        manager.check()
+        assert not set(first.block_table) & set(second.block_table)
+        manager.finish(first)
+        manager.check()
+        other = admit(manager, tokens(50, 62))
+        assert len(other.block_table) == 4
+        assert manager.match(tokens(1, 5)) == 4
+        manager.finish(second)
+        manager.finish(other)
+        manager.check()
+        assert manager.num_free_blocks == 6
+
+    def test_two_live_copies_use_their_own_blocks_and_none_is_lost(self, make):
+        manager = make(8)
+        pair = [manager.start(tokens(1, 9)) for _ in range(2)]
+        for sequence in pair:
+            assert manager.allocate(sequence, 9)
+        for sequence in pair:
+            manager.commit(sequence, 9)
+        assert manager.num_free_blocks == 2
+        for sequence in pair:
+            manager.finish(sequence)
+            manager.check()
+        assert manager.num_free_blocks == 8
+        assert run(manager, tokens(1, 9)) == 8
+
+    def test_new_content_after_a_copy_is_found_below_it(self, make):
+        manager = make(12)
+        first, second = manager.start(tokens(1, 5)), manager.start([*tokens(1, 4), *tokens(31, 35)])
+        assert manager.allocate(first, 5)
+        assert manager.allocate(second, 9)
+        manager.commit(first, 5)
+        manager.commit(second, 9)
+        manager.check()
+        assert manager.match([*tokens(1, 4), *tokens(31, 35)]) == 8
+        manager.finish(first)
+        manager.check()
+        assert manager.num_free_blocks == 9
+        assert manager.match([*tokens(1, 4), *tokens(31, 35)]) == 8
+
+    def test_computing_again_what_nobody_holds_takes_no_memory_twice(self, make):
+        manager = make(6)
+        run(manager, tokens(1, 9))
+        again = admit(manager, tokens(1, 9), read_cache=False)
+        assert manager.num_free_blocks == 3
+        manager.finish(again)
+        assert manager.match(tokens(1, 9)) == 8
+
+    def test_a_growing_tail_that_someone_else_reads_grows_beside_it(self, make):
+        manager = make(8)
+        writer = admit(manager, tokens(1, 5))
+        manager.append(writer, tokens(6, 8))
+        assert manager.allocate(writer, 3)
+        manager.commit(writer, 3)
+        reader = admit(manager, [*tokens(1, 8), 50])
+        assert reader.num_cached_tokens == 8
+        manager.append(writer, tokens(9, 12))
+        assert manager.allocate(writer, 4)
+        manager.commit(writer, 4)
+        manager.check()
+        manager.finish(writer)
+        manager.check()
+        assert manager.match(tokens(1, 13)) == 12
+
+    def test_a_reader_of_the_first_copy_keeps_it(self, make):
+        manager = make(12)
+        first, second = manager.start(tokens(1, 9)), manager.start(tokens(1, 9))
+        for sequence in (first, second):
+            assert manager.allocate(sequence, 9)
+        for sequence in (first, second):
+            manager.commit(sequence, 9)
+        reader = admit(manager, tokens(1, 9))
+        assert reader.block_table[:2] == first.block_table[:2]
+        manager.finish(first)
+        manager.check()
+        held = reader.block_table[:]
+        manager.finish(second)
+        manager.check()
+        assert reader.block_table == held
+        manager.finish(reader)
+        manager.check()
+        assert manager.num_free_blocks == 12
+
+
+class TestEnds:
+    @pytest.mark.parametrize("state", ["waiting", "admitted", "prefilling", "decoding", "preempted"])
+    def test_an_abort_in_any_state_gives_everything_back_and_a_second_one_does_nothing(self, make, state):
+        manager = make(8)
+        sequence = manager.start(tokens(1, 13))
+        if state != "waiting":
+            assert manager.allocate(sequence, 13)
+        if state in {"prefilling", "decoding", "preempted"}:
+            manager.commit(sequence, 8)
+        if state in {"decoding", "preempted"}:
+            manager.commit(sequence, 5)
+            manager.append(sequence, [14])
+        if state == "preempted":
+            manager.preempt(sequence)
+        for _ in range(2):
+            manager.abort(sequence)
+            manager.check()
+            assert manager.num_free_blocks == 8
+            assert manager.stats().aborted == 1
+        with pytest.raises(ValueError, match="finished"):
+            manager.allocate(sequence, 1)
+
+    def test_a_preempted_sequence_comes_back_to_its_own_blocks(self, make):
+        manager = make(8)
+        sequence = admit(manager, tokens(1, 9))
+        manager.append(sequence, [10])
+        manager.preempt(sequence)
+        manager.check()
+        assert (sequence.num_computed_tokens, len(sequence.block_table)) == (0, 0)
+        assert manager.num_free_blocks == 8
+        assert manager.allocate(sequence, 2)
+        assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 0)
+        stats = manager.stats()
+        assert (stats.requests, stats.queries, stats.hits) == (1, 9, 0)
+        assert (stats.preempted_requests, stats.preempted_queries, stats.preempted_hits) == (1, 10, 8)
+
+    def test_a_prompt_in_chunks_counts_once(self, make):
+        manager = make(16)
+        sequence = manager.start(tokens(1, 33))
+        for chunk in (8, 8, 8, 8, 1):
+            assert manager.allocate(sequence, chunk)
+            manager.commit(sequence, chunk)
+        stats = manager.stats()
+        assert (stats.requests, stats.queries, stats.hits) == (1, 33, 0)
+        assert sequence.num_cached_tokens == 0
+
+    def test_a_refused_request_is_not_counted(self, make):
+        manager = make(2)
+        sequence = manager.start(tokens(1, 30))
+        for _ in range(3):
+            assert not manager.allocate(sequence, 30)
+        assert manager.stats().requests == 0
+
+    def test_reset_forgets_all_unless_someone_holds_blocks(self, make):
+        manager = make(8)
+        sequence = admit(manager, tokens(1, 9))
+        assert not manager.reset()
+        assert manager.match(tokens(1, 9)) == 8
+        manager.finish(sequence)
+        assert manager.reset()
+        manager.check()
+        assert manager.match(tokens(1, 9)) == 0
+        assert manager.num_free_blocks == 8
+
+
+class TestInput:
+    @pytest.mark.parametrize(
+        ("arguments", "field"),
+        [({"num_blocks": 0}, "num_blocks"), ({"block_size": 0}, "block_size"), ({"index": "tree"}, "index")],
+    )
+    def test_a_wrong_argument_is_named(self, arguments, field):
+        with pytest.raises(ValueError, match=field):
+            KVCacheManager(**{"num_blocks": 4, **arguments})
+
+    def test_an_empty_prompt_is_refused(self, make):
+        with pytest.raises(ValueError, match="at least one token"):
+            make(4).start([])
+
+    def test_every_kind_of_buffer_is_the_same_prompt(self, make):
+        manager = make(16)
+        ids = tokens(1, 9)
+        run(manager, ids)
+        for same in (tuple(ids), array("i", ids), array("q", ids), array("i", ids).tobytes(), iter(ids)):
+            assert manager.match(same) == 8
+
+    def test_only_a_running_sequence_can_be_preempted(self, make):
+        manager = make(4)
+        with pytest.raises(ValueError, match="running"):
+            manager.preempt(manager.start([1]))

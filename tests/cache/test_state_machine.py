@@ -1,0 +1,180 @@
+"""Search for a history of calls that breaks the contract, with the whole of the books checked after every call."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from anaphora import KVCacheManager, Namespace, Sequence
+from anaphora.identity import BlockDigests
+from anaphora.tokens import TOKEN_BYTES
+from tests.cache.paged_memory import PagedMemory, fingerprint
+
+NAMESPACES = [Namespace(), Namespace(salt="x")]
+# Few letters and few lengths, so that prompts share prefixes, diverge inside blocks, and repeat.
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class CollidingDigests(BlockDigests):
+    """One name for every block."""
+
+    def block(self, parent: bytes, tokens: bytes) -> bytes:
+        return b"the same for all"
+
+
+class CacheMachine(RuleBasedStateMachine):
+    kind = "radix"
+    num_blocks = 10
+    block_size = 2
+    digests: BlockDigests | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = KVCacheManager(self.num_blocks, self.block_size, index=self.kind, digests=self.digests)
+        self.memory = PagedMemory(self.manager)
+        self.live: list[Sequence] = []
+        self.tables: dict[Sequence, list[int]] = {}
+        self.published: set[tuple[Namespace, bytes]] = set()
+        """Every prefix of whole blocks that has ever been committed by someone who writes to the cache."""
+
+    @rule(prompt=PROMPTS, namespace=st.sampled_from(NAMESPACES), read=st.booleans(), write=st.booleans())
+    @precondition(lambda self: len(self.live) < 5)
+    def start(self, prompt: list[int], namespace: Namespace, read: bool, write: bool) -> None:
+        before = fingerprint(self.manager)
+        sequence = self.manager.start(prompt, namespace, read_cache=read or len(prompt) % 3 > 0, write_cache=write)
+        assert sequence.num_cached_tokens <= sequence.num_tokens - 1
+        assert fingerprint(self.manager) == before
+        self.live.append(sequence)
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 9))
+    @precondition(lambda self: self.live)
+    def allocate(self, data: st.DataObject, num_tokens: int) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        was_running = sequence.state == "running"
+        expected_hit = sequence.num_computed_tokens if was_running else self.lookup(sequence)
+        before = fingerprint(self.manager)
+        num_needed = -(-(expected_hit + num_tokens) // self.block_size) - len(sequence.block_table)
+        if self.manager.allocate(sequence, num_tokens):
+            assert sequence.num_computed_tokens == expected_hit
+            if not was_running:
+                self.memory.verify(sequence)
+                self.tables[sequence] = []
+        else:
+            assert fingerprint(self.manager) == before
+            assert num_needed > 0
+
+    def lookup(self, sequence: Sequence) -> int:
+        if not sequence.read_cache:
+            return 0
+        return self.manager.match(bytes(sequence.tokens), sequence.namespace)
+
+    @rule(data=st.data(), share=st.integers(1, 4))
+    @precondition(lambda self: self.running())
+    def compute(self, data: st.DataObject, share: int) -> None:
+        sequence = data.draw(st.sampled_from(self.running()))
+        slots = len(sequence.block_table) * self.block_size
+        possible = min(sequence.num_tokens, slots) - sequence.num_computed_tokens
+        num_tokens = possible * share // 4
+        self.memory.compute(sequence, num_tokens)
+        if sequence.write_cache:
+            for end in range(self.block_size, sequence.num_computed_tokens + 1, self.block_size):
+                self.published.add((sequence.namespace, bytes(sequence.tokens[: end * TOKEN_BYTES])))
+
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=3))
+    @precondition(lambda self: self.live)
+    def append(self, data: st.DataObject, ids: list[int]) -> None:
+        self.manager.append(data.draw(st.sampled_from(self.live)), ids)
+
+    @rule(data=st.data(), abort=st.booleans())
+    @precondition(lambda self: self.live)
+    def end(self, data: st.DataObject, abort: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.live.remove(sequence)
+        self.tables.pop(sequence, None)
+        (self.manager.abort if abort else self.manager.finish)(sequence)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.running())
+    def preempt(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.running()))
+        self.manager.preempt(sequence)
+        del self.tables[sequence]
+
+    @rule()
+    @precondition(lambda self: not self.running())
+    def reset(self) -> None:
+        assert self.manager.reset()
+        self.published.clear()
+        assert self.manager.num_free_blocks == self.num_blocks
+
+    @rule(prompt=PROMPTS, namespace=st.sampled_from(NAMESPACES))
+    def match(self, prompt: list[int], namespace: Namespace) -> None:
+        before = fingerprint(self.manager)
+        found = self.manager.match(prompt, namespace)
+        assert fingerprint(self.manager) == before
+        packed = self.manager.start(prompt).tokens
+        possible = 0
+        while (
+            possible + self.block_size < len(prompt)
+            and (namespace, bytes(packed[: (possible + self.block_size) * TOKEN_BYTES])) in self.published
+        ):
+            possible += self.block_size
+        assert found <= possible
+        if self.manager.stats().evicted_blocks == 0:
+            assert found == possible
+
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self.live if sequence.state == "running"]
+
+    @invariant()
+    def the_books_are_in_order(self) -> None:
+        self.manager.check()
+        running = self.running()
+        held = {block for sequence in running for block in sequence.block_table}
+        assert len(held) <= self.num_blocks - self.manager.num_free_blocks
+        for sequence in running:
+            self.memory.verify(sequence)
+            table = list(sequence.block_table)
+            seen = self.tables[sequence]
+            assert table[: len(seen)] == seen
+            self.tables[sequence] = table
+
+    @invariant()
+    def what_a_running_sequence_has_published_is_found(self) -> None:
+        for sequence in self.running():
+            if sequence.write_cache:
+                num_whole = sequence.num_computed_tokens // self.block_size * self.block_size
+                prefix = bytes(sequence.tokens[: num_whole * TOKEN_BYTES]) + b"\x07\0\0\0"
+                assert self.manager.match(prefix, sequence.namespace) == num_whole
+
+
+class HashMachine(CacheMachine):
+    kind = "hash"
+
+
+class ForgedHashMachine(HashMachine):
+    digests = CollidingDigests()
+
+
+class TokenGranularMachine(CacheMachine):
+    block_size = 1
+
+
+class TinyPoolMachine(CacheMachine):
+    num_blocks = 4
+
+
+class TinyHashPoolMachine(HashMachine):
+    num_blocks = 4
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRadix = CacheMachine.TestCase
+TestHash = HashMachine.TestCase
+TestForgedHash = ForgedHashMachine.TestCase
+TestTokenGranularRadix = TokenGranularMachine.TestCase
+TestTinyPoolRadix = TinyPoolMachine.TestCase
+TestTinyPoolHash = TinyHashPoolMachine.TestCase
+for case in (TestRadix, TestHash, TestForgedHash, TestTokenGranularRadix, TestTinyPoolRadix, TestTinyPoolHash):
+    case.settings = SETTINGS
