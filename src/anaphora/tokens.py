@@ -41,16 +41,16 @@ def pack(token_ids: TokenIds) -> bytes:
         if len(token_ids) % TOKEN_BYTES:
             raise ValueError(f"token_ids: {len(token_ids)} bytes are no whole number of int32 ids (4 bytes each)")
         return token_ids
-    if isinstance(token_ids, (str, int)):
-        raise TypeError(f"token_ids: expected integers or an int32 buffer, got {type(token_ids).__name__}")
-    if not isinstance(token_ids, (list, tuple)):
-        try:
-            view = memoryview(token_ids)  # type: ignore[arg-type]
-        except TypeError:
-            token_ids = list(token_ids)
-        else:
-            return _pack_buffer(view)
-    return _pack_integers(token_ids)
+    if isinstance(token_ids, (list, tuple)):
+        return _pack_integers(token_ids)
+    try:
+        view = memoryview(token_ids)  # type: ignore[arg-type]
+    except TypeError:
+        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+            kind = type(token_ids).__name__
+            raise TypeError(f"token_ids: expected integers or an int32 buffer, got {kind}") from None
+        return _pack_integers(list(token_ids))
+    return _pack_buffer(view)
 
 
 def unpack(packed: Buffer) -> array[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from anaphora import KVCacheManager, Namespace, Sequence
 from anaphora.identity import BlockDigests
@@ -169,12 +170,17 @@ class TinyHashPoolMachine(HashMachine):
     num_blocks = 4
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestRadix = CacheMachine.TestCase
-TestHash = HashMachine.TestCase
-TestForgedHash = ForgedHashMachine.TestCase
-TestTokenGranularRadix = TokenGranularMachine.TestCase
-TestTinyPoolRadix = TinyPoolMachine.TestCase
-TestTinyPoolHash = TinyHashPoolMachine.TestCase
-for case in (TestRadix, TestHash, TestForgedHash, TestTokenGranularRadix, TestTinyPoolRadix, TestTinyPoolHash):
-    case.settings = SETTINGS
+SETTINGS = settings(max_examples=200, stateful_step_count=50, deadline=None)
+MACHINES = (
+    CacheMachine,
+    HashMachine,
+    ForgedHashMachine,
+    TokenGranularMachine,
+    TinyPoolMachine,
+    TinyHashPoolMachine,
+)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_no_history_of_calls_breaks_the_contract(machine: type[CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=SETTINGS)
