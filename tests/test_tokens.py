@@ -19,17 +19,8 @@ def test_packing_and_unpacking_give_the_same_ids(ids):
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
 def test_every_kind_of_source_packs_to_the_same_bytes(ids):
     expected = array("i", ids).tobytes()
-    sources = [
-        ids,
-        tuple(ids),
-        iter(ids),
-        array("i", ids),
-        array("q", ids),
-        array("I", ids),
-        memoryview(array("i", ids)),
-    ]
-    sources += [expected, bytearray(expected), memoryview(expected), range(0)[:0] if not ids else ids]
-    for source in sources:
+    buffers = [array("i", ids), array("q", ids), array("I", ids), expected, bytearray(expected)]
+    for source in [ids, tuple(ids), iter(ids), *buffers, memoryview(buffers[0]), memoryview(expected)]:
         assert pack(source) == expected
 
 
@@ -54,7 +45,7 @@ def test_an_id_outside_int32_is_refused_with_its_place(wrong):
 
 @pytest.mark.parametrize("wrong", ["abc", 5, None, 1.5, [1, "a"], [1.0], array("d", [1.0]), [[1]]])
 def test_what_is_no_run_of_integers_is_refused_by_name(wrong):
-    with pytest.raises(TypeError, match="token_ids|integer|iterable"):
+    with pytest.raises(TypeError, match="token_ids"):
         pack(wrong)
 
 

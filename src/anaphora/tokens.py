@@ -46,7 +46,7 @@ def pack(token_ids: TokenIds) -> bytes:
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:
-        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        if not isinstance(token_ids, Iterable) or hasattr(token_ids, "encode"):
             kind = type(token_ids).__name__
             raise TypeError(f"token_ids: expected integers or an int32 buffer, got {kind}") from None
         return _pack_integers(list(token_ids))
