@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplateError(ValueError):
-    """The template cannot be compiled, or refuses these messages; the message is the template's own where it has one."""
+    """The template cannot be compiled, or refuses these messages; it says why in its own words where it has some."""
 
 
 class ChatTemplate:

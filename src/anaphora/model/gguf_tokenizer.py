@@ -16,7 +16,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of tokenizer.ggml.token_type."""
 
 _END_TOKENS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"}
-"""Control tokens that end a turn or a text in the supported families. GGUF names one of them only; models emit others."""
+"""Control tokens that end a turn or a text. GGUF names one of a model's; models emit the others too."""
 
 _GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -64,7 +64,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             "Other models can be served from their Hugging Face folder"
         )
     tokens = _required(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    merges = [
+        (left, right) for left, _, right in (m.partition(" ") for m in _required(metadata, "tokenizer.ggml.merges"))
+    ]
     backend = Backend(
         models.BPE(
             vocab={token: token_id for token_id, token in enumerate(tokens)},

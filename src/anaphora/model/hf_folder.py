@@ -205,14 +205,15 @@ def read_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
     bos_token_id = shape.bos_token_id
     if bos_token := _token_text(config, "bos_token"):
         bos_token_id = backend.token_to_id(bos_token)
+    # A chat model's tokenizer often names the end of a turn where config.json still has the base model's end.
     eos_token_ids = shape.eos_token_ids
-    if eos_token := _token_text(config, "eos_token"):
-        # A chat model's tokenizer often names the end of a turn where config.json still has the base model's end.
-        eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, backend.token_to_id(eos_token))))
+    eos_token_id = backend.token_to_id(_token_text(config, "eos_token") or "")
+    if eos_token_id is not None and eos_token_id not in eos_token_ids:
+        eos_token_ids = (*eos_token_ids, eos_token_id)
     return Tokenizer(
         backend,
         bos_token_id=bos_token_id,
-        eos_token_ids=tuple(token_id for token_id in eos_token_ids if token_id is not None),
+        eos_token_ids=eos_token_ids,
         adds_bos=bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id],
     )
 

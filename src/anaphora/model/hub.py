@@ -99,8 +99,8 @@ class _Download:
                     return False
                 if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                     raise ModelError(
-                        f"{self._name}: the hub refused access (HTTP {response.status_code}): no such model, or a gated "
-                        "one. Check the name; for a gated model accept its licence on the hub and set HF_TOKEN"
+                        f"{self._name}: the hub refused access (HTTP {response.status_code}): no such model, or a "
+                        "gated one. Check the name; for a gated model accept its licence on the hub and set HF_TOKEN"
                     )
                 response.raise_for_status()
                 self._save(file, response)
@@ -129,6 +129,6 @@ class _Download:
 
 def _advice(name: str) -> str:
     return (
-        f"On a machine with a network, fetch it with `hf download {name} --local-dir FOLDER`, copy FOLDER here and pass "
-        "its path as the model; or leave the model out to use the default one, which comes with pip"
+        f"On a machine with a network, fetch it with `hf download {name} --local-dir FOLDER`, copy FOLDER here and "
+        "pass its path as the model; or leave the model out to use the default one, which comes with pip"
     )

@@ -106,8 +106,8 @@ def _checked(model: Model) -> Model:
 def weights_revision(shape: ModelShape, files: Sequence[Path]) -> str:
     """A digest over the shape and the weights' files: 16 hexadecimal digits of SHA-256.
 
-    Files up to 1 GB are hashed whole (about 0.1 s for 100 MB). Of a larger one, its size and 64 samples of 1 MiB at even
-    distances, the first and the last included: an edit between samples that keeps the size goes unseen.
+    Files up to 1 GB are hashed whole (about 0.1 s for 100 MB). Of a larger one, its size and 64 samples of 1 MiB at
+    even distances, the first and the last included: an edit between samples that keeps the size goes unseen.
     """
     digest = hashlib.sha256(repr(shape).encode())
     for path in files:

@@ -28,6 +28,7 @@ class PrintedProgress:
         self._printed_at = 0.0
 
     def __call__(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Print what is worth a line."""
         is_done = total_bytes is not None and done_bytes >= total_bytes
         is_new = name != self._name
         if not (self._rewrites or is_new or is_done or self._clock() - self._printed_at >= _LINES_EVERY_S):

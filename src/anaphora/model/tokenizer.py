@@ -50,11 +50,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Number of ids that have a token, added ones included. A model's own vocabulary may be padded beyond it."""
-        return self._backend.get_vocab_size(with_added_tokens=True)  # type: ignore[no-any-return]
+        return self._backend.get_vocab_size(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, None if there is none."""
-        return self._backend.token_to_id(token)  # type: ignore[no-any-return]
+        return self._backend.token_to_id(token)
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> bytes:
         """Ids of `text`, packed int32.
@@ -96,7 +96,7 @@ class Tokenizer:
 
     def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:
-            return self._added[token_id].content.encode()  # type: ignore[no-any-return]
+            return self._added[token_id].content.encode()
         token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return b""

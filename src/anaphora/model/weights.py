@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from anaphora.model.shape import ModelShape
 
     Array: TypeAlias = NDArray[np.float32]
+
+
+_MAX_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -66,7 +71,8 @@ def assemble(shape: ModelShape, names: Mapping[str, str], read: Callable[[str], 
         ModelError: a tensor is missing or has another shape; the message names it.
     """
 
-    def take(name: str, expected: tuple[int, ...]) -> Array:
+    def take(wanted: tuple[str, tuple[int, ...]]) -> Array:
+        name, expected = wanted
         try:
             tensor = read(name)
         except KeyError:
@@ -75,15 +81,19 @@ def assemble(shape: ModelShape, names: Mapping[str, str], read: Callable[[str], 
             raise ModelError(f"tensor {name!r} has shape {list(tensor.shape)}; expected {list(expected)}")
         return tensor
 
-    sizes = _layer_sizes(shape)
-    embedding = take(names["embedding"], (shape.vocab_size, shape.hidden_size))
-    output = embedding if shape.ties_embeddings else take(names["output"], embedding.shape)
-    final_norm = take(names["final_norm"], (shape.hidden_size,))
-    layers = [
-        LayerWeights(**{field: take(names[field].format(layer=layer), size) for field, size in sizes.items()})
-        for layer in range(shape.num_layers)
-    ]
-    return Weights(embedding, output, final_norm, layers)
+    table = (shape.vocab_size, shape.hidden_size)
+    outer = {"embedding": table, "final_norm": (shape.hidden_size,)}
+    if not shape.ties_embeddings:
+        outer["output"] = table
+    inner = _layer_sizes(shape)
+    wanted = [(names[field], size) for field, size in outer.items()]
+    wanted += [(names[f].format(layer=layer), size) for layer in range(shape.num_layers) for f, size in inner.items()]
+    # Decoding is numpy's work on megabytes at a time, which threads share well; mapped files are read as it goes.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "weights") as pool:
+        arrays = pool.map(take, wanted)
+        model = {field: next(arrays) for field in outer}
+        layers = [LayerWeights(**{field: next(arrays) for field in inner}) for _ in range(shape.num_layers)]
+    return Weights(model["embedding"], model.get("output", model["embedding"]), model["final_norm"], layers)
 
 
 def _layer_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
