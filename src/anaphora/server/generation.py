@@ -1,0 +1,156 @@
+"""The engine requests of one API call, as one stream of deltas on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect
+
+from anaphora.engine.request import RequestError
+from anaphora.server.errors import internal_error, shutting_down
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from starlette.types import Receive
+
+    from anaphora.engine.request import Delta, Request
+    from anaphora.engine.service import EngineService
+    from anaphora.server.metrics import Metrics, RequestTimer
+
+logger = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """The engine refused request number `index`."""
+
+    def __init__(self, index: int, error: RequestError) -> None:
+        super().__init__(str(error))
+        self.index = index
+        self.error = error
+
+
+class Generations:
+    """Those that are going on in one server."""
+
+    def __init__(self, service: EngineService, metrics: Metrics) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._live: set[Generation] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def submit(self, requests: Sequence[Request], started: float) -> Generation:
+        """Hand all requests to the engine, or none. `started`: when the client's call arrived, by the metrics' clock.
+
+        Raises:
+            RefusedError: the engine refuses one of them.
+        """
+        generation = Generation(self._service, requests, self._live)
+        generation.submit(lambda: self._metrics.start_request(started))
+        return generation
+
+    def interrupt(self) -> None:
+        """End all of them, because the server stops."""
+        for generation in list(self._live):
+            generation.end_with(shutting_down())
+
+
+class Generation:
+    """Submits requests to the engine and yields (index, delta) in the order in which they came.
+
+    The engine calls back on its own thread; from there on all happens on the event loop. Whatever way it ends (all
+    finished, the client went away, the server stops, the caller was cancelled), no request stays in the engine.
+    """
+
+    def __init__(self, service: EngineService, requests: Sequence[Request], live: set[Generation]) -> None:
+        """`live`: where it stands while it goes on."""
+        self._service = service
+        self._requests = requests
+        self._live = live
+        self._unfinished: dict[int, RequestTimer] = {}
+        self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+
+    def submit(self, start_timer: Callable[[], RequestTimer]) -> None:
+        """See Generations.submit."""
+        loop = asyncio.get_running_loop()
+        self._live.add(self)
+        for index, request in enumerate(self._requests):
+            try:
+                self._service.submit(request, self._callback(loop, index))
+            except RequestError as error:
+                self.abort()
+                raise RefusedError(index, error) from None
+            except BaseException:
+                self.abort()
+                raise
+            self._unfinished[index] = start_timer()
+
+    @contextlib.asynccontextmanager
+    async def watch(self, receive: Receive) -> AsyncIterator[None]:
+        """While in the context, a client that goes away ends the stream with ClientDisconnect."""
+        watcher = asyncio.create_task(self._wait_for_disconnect(receive))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self.abort()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield until every request has had its last delta.
+
+        Raises:
+            ApiError: the engine failed or the server stops.
+            ClientDisconnect: nobody listens any more.
+        """
+        num_open = len(self._requests)
+        while num_open:
+            item = await self._arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            index, delta = item
+            if delta.finish_reason == "error":
+                logger.error("Request %s failed: %s", delta.request_id, delta.error)
+                raise internal_error()
+            if delta.finish_reason == "abort":
+                raise shutting_down()
+            num_open -= delta.finish_reason is not None
+            yield index, delta
+
+    def end_with(self, error: Exception) -> None:
+        """Take what is unfinished out of the engine and end the stream with an error."""
+        self.abort()
+        self._arrived.put_nowait(error)
+
+    def abort(self) -> None:
+        """Take what is unfinished out of the engine. Idempotent."""
+        self._live.discard(self)
+        while self._unfinished:
+            index, timer = self._unfinished.popitem()
+            self._service.abort(self._requests[index].request_id)
+            timer.finish("abort")
+
+    def _callback(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Delta], None]:
+        def on_delta(delta: Delta) -> None:
+            loop.call_soon_threadsafe(self._take, index, delta)
+
+        return on_delta
+
+    def _take(self, index: int, delta: Delta) -> None:
+        timer = self._unfinished.get(index)
+        if timer is None:  # aborted meanwhile
+            return
+        timer.observe(delta)
+        if delta.finish_reason is not None:
+            timer.finish(delta.finish_reason)
+            del self._unfinished[index]
+        self._arrived.put_nowait((index, delta))
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.end_with(ClientDisconnect())

@@ -1,0 +1,136 @@
+"""Runs an app: the socket, uvicorn, signals, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from anaphora.server.app import OpenAIServer
+
+SHUTDOWN_GRACE_S = 5.0
+"""How long requests may go on once the server was told to stop."""
+
+_POLL_S = 0.05
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message is one line that says why."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket; port 0 takes a free one.
+
+    Before anything slow, so that a port in use is known at once.
+
+    Raises:
+        ListenError: the port is taken, needs other rights, or the host is no address of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise _listen_error(host, port, error) from None
+    return sock
+
+
+def _listen_error(host: str, port: int, error: OSError) -> ListenError:
+    if error.errno == errno.EADDRINUSE:
+        return ListenError(f"port {port} on {host} is in use; choose another with --port")
+    return ListenError(f"cannot listen on {host}, port {port}: {error.strerror or error}")
+
+
+def url_of(sock: socket.socket) -> str:
+    """The URL by which this machine reaches the server."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves one OpenAIServer until it is told to stop, by a signal or by `stop`.
+
+    Requests that are going on then have SHUTDOWN_GRACE_S to finish; at the second signal, or after that time, they end
+    with an error. A third signal leaves at once.
+    on_started: called on the event loop once connections are accepted.
+    """
+
+    def __init__(self, api: OpenAIServer, *, on_started: Callable[[], None] | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(api.app, log_level="warning", access_log=False, lifespan="on", server_header=False)
+        )
+        self._api = api
+        self._on_started = on_started
+        self._num_signals = 0
+
+    def stop(self) -> None:
+        """Stop serving; may be called from any thread."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Extends uvicorn's.
+
+        Raises:
+            ListenError: another process took the port between `bind` and now.
+        """
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            host, port = sockets[0].getsockname()[:2] if sockets else (self.config.host, self.config.port)
+            raise _listen_error(host, port, error) from None
+        if self._on_started is not None and self.started:
+            self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Extends uvicorn's, which waits for connections to end, for ever if need be."""
+        interruption = asyncio.create_task(self._interrupt_after_grace())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            interruption.cancel()
+
+    async def _interrupt_after_grace(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SHUTDOWN_GRACE_S
+        while self._api.generations and loop.time() < deadline and self._num_signals < 2:
+            await asyncio.sleep(_POLL_S)
+        self._api.generations.interrupt()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Replaces uvicorn's, which raises the signals again at the end: an orderly end is a success here."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self._num_signals += 1
+        self.should_exit = True
+        self.force_exit = self._num_signals > 2

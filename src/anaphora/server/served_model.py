@@ -1,0 +1,51 @@
+"""The model behind the API: its names, its text side and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anaphora.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from anaphora.model import ChatTemplate, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model as clients see it.
+
+    name: what requests call it.
+    revision: names its weights; part of every prefix's identity.
+    max_context: the longest sequence, in tokens, prompt and output together, that the model may see.
+    max_request_tokens: the same, or what the KV pool can hold if that is less.
+    created: Unix seconds, when serving began.
+    """
+
+    name: str
+    revision: str
+    max_context: int
+    max_request_tokens: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    created: int = 0
+
+    def require(self, name: str) -> None:
+        """Raise a 404 unless `name` is this model."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"The model '{name[:100]}' does not exist; this server has '{self.name}'.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def describe(self) -> dict[str, object]:
+        """The model as an entry of GET /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "anaphora",
+            "max_model_len": self.max_request_tokens,
+        }
