@@ -31,7 +31,7 @@ Slot = tuple[int, int, bytes]
 
 
 class ToyExecutor:
-    """Executor over pages of `Slot`s. `failures` are raised by the next calls of `execute`, after writing KV."""
+    """Executor over pages of `Slot`s. The next calls of `execute` raise `failures`, with nothing written."""
 
     numerics_id = "toy"
     layer_groups = (LayerGroup(layers=(0,), kv_bytes_per_token=4),)
@@ -56,6 +56,8 @@ class ToyExecutor:
             self._pages[target] = list(self._pages[source])
 
     def execute(self, batch: Batch) -> Output:
+        if self.failures:
+            raise self.failures.pop(0)
         logits: list[NDArray[np.float32] | None] = []
         self.batches.append([(span.start, len(span.tokens)) for span in batch.spans])
         for span in batch.spans:
@@ -72,8 +74,6 @@ class ToyExecutor:
             end = span.start + len(span.tokens)
             rows = [self._logits(list(span.block_tables[0]), n) for n in range(end - span.num_logits + 1, end + 1)]
             logits.append(np.stack(rows) if rows else None)
-        if self.failures:
-            raise self.failures.pop(0)
         return Output(logits)
 
     def _page(self, table: list[int], position: int) -> int:

@@ -6,6 +6,7 @@ the position of the token in its output; not on the batch, and not on whether th
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from anaphora.engine.request import SamplingParams
 
 _NUM_SEED_BITS = 128
-_NUM_LIKELY = 1024
-"""How many of the likeliest tokens top_p looks at before it sorts the whole vocabulary."""
 
 
 class Sampler:
     """Draws the tokens of one request.
 
-    seed: any integer, taken modulo 2**128. The uniform number behind output token i is the first one of the
-    counter-based generator Philox (Salmon et al., 2011) at key `seed` and counter i.
+    seed: any integer, taken modulo 2**128. Output token i is drawn with the first 53 of the random bits that the
+    counter-based generator Philox4x64-10 (Salmon et al., 2011) gives at key `seed` and counter i + 1.
+
+    Raises TypeError for a seed that is no integer.
     """
 
     __slots__ = ("_seed", "_temperature", "_top_k", "_top_p")
@@ -35,7 +36,7 @@ class Sampler:
         self._temperature = params.temperature
         self._top_k = params.top_k
         self._top_p = params.top_p
-        self._seed = seed % 2**_NUM_SEED_BITS
+        self._seed = index(seed) % 2**_NUM_SEED_BITS
 
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """Draw output token number `position` (from 0) given its logits, float32 [vocab_size].
@@ -45,7 +46,7 @@ class Sampler:
         Raises:
             ValueError: the largest logit is not finite, so there is no distribution to draw from.
 
-        Cost: for 49,152 tokens 5 us greedy, 0.6 ms with a temperature, 1.1 ms with top_k or top_p.
+        Cost: for 49,152 tokens 4 us greedy, 0.8 ms with a temperature, up to twice that with top_p.
         """
         best = int(logits.argmax())
         highest = float(logits[best])
@@ -103,10 +104,9 @@ def _descending(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
     """Return the indices of the smallest set of likeliest tokens that holds `top_p` of the weight, best first."""
-    wanted = top_p * float(weights.sum())
-    order = _descending(weights, min(_NUM_LIKELY, len(weights)))
+    total = float(weights.sum())
+    # Tokens below this weight hold less than 1 - top_p even all together, so none of them is needed or sorted.
+    candidates = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
+    order = candidates[np.argsort(-weights[candidates], kind="stable")]
     cumulative = np.cumsum(weights[order])
-    if cumulative[-1] < wanted:
-        order = _descending(weights, len(weights))
-        cumulative = np.cumsum(weights[order])
-    return order[: int(np.searchsorted(cumulative, wanted, side="left")) + 1]
+    return order[: int(np.searchsorted(cumulative, top_p * total, side="left")) + 1]

@@ -116,7 +116,7 @@ class OutputStream:
         """Add the next token; push nothing after a piece with a finish reason."""
         self.num_tokens += 1
         is_stop_token = token_id in self._stop_token_ids
-        is_last = is_stop_token or self.num_tokens == self._max_tokens
+        is_last = is_stop_token or self.num_tokens >= self._max_tokens
         text = ""
         if self._detokenizer is not None:
             if not is_stop_token:
