@@ -48,5 +48,5 @@ def fingerprint(manager: KVCacheManager) -> object:
         list(index._blank) if hasattr(index, "_blank") else list(index._free),
         list(index._content) if hasattr(index, "_content") else None,
     ]
-    tables = sorted((tuple(s.block_table), s.num_computed_tokens) for s in manager._running)
+    tables = sorted((tuple(s.block_table), s.num_computed_tokens) for s in manager._index.holders)
     return order, tables, manager.stats(), manager.num_free_blocks, manager.num_cached_blocks

@@ -19,8 +19,6 @@ from anaphora.cache.pool import FreeQueue
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import BlockDigests, Namespace
 
@@ -55,6 +53,8 @@ class HashIndex:
         self._num_named_free = 0
         self._last_prefix = 0
         self.num_evicted_blocks = 0
+        self.version = 0
+        self.holders: set[Sequence] = set()
 
     @property
     def num_available(self) -> int:
@@ -111,6 +111,8 @@ class HashIndex:
 
     def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
         """Count the sequence as one more holder of each block found."""
+        self.version += 1
+        self.holders.add(sequence)
         for block in hit.where:
             if not self._num_holders[block]:
                 self._free.remove(block)
@@ -122,6 +124,8 @@ class HashIndex:
 
     def release(self, sequence: Sequence) -> None:
         """Count one holder less, last block first: named blocks go to the tail of the queue, the others to its head."""
+        self.version += 1
+        self.holders.remove(sequence)
         named, blank = array("i"), array("i")
         for block in reversed(sequence.block_table):
             self._num_holders[block] -= 1
@@ -135,6 +139,7 @@ class HashIndex:
 
     def take(self, num_blocks: int) -> array[int]:
         """The first blocks of the queue; those with a name lose it."""
+        self.version += 1
         ids = self._free.take(num_blocks)
         for block in ids:
             self._num_holders[block] = 1
@@ -157,6 +162,7 @@ class HashIndex:
 
     def insert(self, sequence: Sequence, num_blocks: int) -> None:
         """Name the sequence's newly full blocks."""
+        self.version += 1
         table, width = sequence.block_table, self._width
         first = sequence.num_indexed_blocks
         before = 0
@@ -184,14 +190,15 @@ class HashIndex:
 
     def clear(self) -> None:
         """Forget every name; the order of the queue stays."""
+        self.version += 1
         self._blocks.clear()
         self._content = [None] * (self._num_blocks + 1)
         self._num_named_free = 0
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
+    def check(self) -> None:
         """Count everything again; see `PrefixIndex.check`."""
         num_holders = [0] * (self._num_blocks + 1)
-        for sequence in sequences:
+        for sequence in self.holders:
             table = sequence.block_table
             require(len(set(table)) == len(table), "a block stands twice in a table")
             for position, block in enumerate(table):

@@ -8,12 +8,9 @@ blocks. `Hit` is what `find` found; the index that made it may keep what it like
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from anaphora.cache.sequence import Sequence
 
 
@@ -27,8 +24,7 @@ def require(is_true: bool, what: str) -> None:
         raise InvariantError(what)
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """A prefix that was found. `num_unpinned` of its `num_blocks` are held by nobody, so pinning them takes them away
     from what can be handed out."""
 
@@ -41,6 +37,10 @@ class PrefixIndex(Protocol):
     """Prefixes by their tokens, and the blocks that hold them."""
 
     num_evicted_blocks: int
+    version: int
+    """Grows with every change, so that a lookup can be kept for as long as it holds."""
+    holders: set[Sequence]
+    """The sequences that hold blocks: from `pin` to `release`."""
 
     @property
     def num_available(self) -> int:
@@ -76,6 +76,6 @@ class PrefixIndex(Protocol):
         """Forget all content. The caller made sure that no sequence holds a block."""
         ...
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert every invariant, given the sequences that hold blocks. Raises InvariantError. Cost: O(everything)."""
+    def check(self) -> None:
+        """Assert every invariant of the index and its holders. Raises InvariantError. Cost: O(everything)."""
         ...

@@ -13,7 +13,7 @@ from array import array
 from typing import Literal
 
 from anaphora.cache.hash_index import HashIndex
-from anaphora.cache.index import PrefixIndex, require
+from anaphora.cache.index import Hit, PrefixIndex, require
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
@@ -54,7 +54,6 @@ class KVCacheManager:
             self._index = HashIndex(num_blocks, block_size, digests or BlockDigests())
         else:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
-        self._running: set[Sequence] = set()
         self._stats = CacheStats()
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
@@ -79,9 +78,7 @@ class KVCacheManager:
         tokens = pack(token_ids)
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        return Sequence(
-            tokens, namespace, num_groups=1, read_cache=read_cache, write_cache=write_cache, lookup=self._num_hit_tokens
-        )
+        return Sequence(tokens, namespace, read_cache, write_cache, self._num_hit_tokens)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the next `num_tokens` tokens after those computed. Return False, with nothing changed, if the
@@ -109,17 +106,16 @@ class KVCacheManager:
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
         index = self._index
-        hit = index.find(sequence, self._max_hit_blocks(sequence))
+        hit = self._find(sequence)
         missing = -(-num_tokens // self.block_size)
         if missing > index.num_available - hit.num_unpinned:
             return False
-        sequence.block_tables[0] = index.pin(sequence, hit)
+        sequence.block_table = index.pin(sequence, hit)
         if missing:
             self._extend(sequence, index.take(missing))
         num_hit_tokens = hit.num_blocks * self.block_size
         sequence.num_computed_tokens = num_hit_tokens
         sequence.state = "running"
-        self._running.add(sequence)
         stats = self._stats
         if sequence.was_admitted:
             stats.preempted_requests += 1
@@ -159,6 +155,7 @@ class KVCacheManager:
         if type(sequence.tokens) is bytes:
             sequence.tokens = bytearray(sequence.tokens)
         sequence.tokens += tokens
+        sequence.hit_version = -1
         sequence.num_tokens += len(tokens) // TOKEN_BYTES
 
     def finish(self, sequence: Sequence) -> None:
@@ -210,41 +207,47 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Assert every invariant of the class. Raises InvariantError. Cost: O(pool + tokens); for tests and doubts."""
-        for sequence in self._running:
+        for sequence in self._index.holders:
             require(sequence.state == "running", "a sequence that gave its blocks back is still on the books")
             num_slots = len(sequence.block_table) * self.block_size
             require(sequence.num_computed_tokens <= sequence.num_tokens, "more computed than known")
             require(sequence.num_computed_tokens <= num_slots, "more computed than allocated")
             require(sequence.num_indexed_blocks <= sequence.num_computed_tokens // self.block_size, "found too early")
-        self._index.check(self._running)
+        self._index.check()
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
         """Forget every cached prefix. Return False, with nothing changed, while sequences hold blocks."""
-        if self._running:
+        if self._index.holders:
             return False
         self._index.clear()
         return True
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _max_hit_blocks(self, sequence: Sequence) -> int:
-        return (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
+    def _find(self, sequence: Sequence) -> Hit:
+        index = self._index
+        if sequence.hit_version != index.version:
+            # At least one token is left to compute, or there would be no logits to go on from.
+            max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
+            sequence.hit = index.find(sequence, max_blocks)
+            sequence.hit_version = index.version
+        hit: Hit = sequence.hit
+        return hit
 
     def _num_hit_tokens(self, sequence: Sequence) -> int:
-        return self._index.find(sequence, self._max_hit_blocks(sequence)).num_blocks * self.block_size
+        return self._find(sequence).num_blocks * self.block_size
 
     def _extend(self, sequence: Sequence, blocks: array[int]) -> None:
         try:
             sequence.block_table.extend(blocks)
         except BufferError:  # someone still looks at the old buffer; leave it to them
-            sequence.block_tables[0] = sequence.block_table + blocks
+            sequence.block_table = sequence.block_table + blocks
 
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
-        self._running.remove(sequence)
-        sequence.block_tables[0] = array("i")
+        sequence.block_table = array("i")
         sequence.num_computed_tokens = 0
         sequence.num_indexed_blocks = 0
 

@@ -1,38 +1,9 @@
-"""Block ids that nobody holds, in the order in which they are taken."""
+"""Block ids that nobody holds, in the order in which vLLM takes them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-
-
-class BlankStack:
-    """Ids of blocks without content: last in, first out, so that a small working set stays small.
-
-    Cost: one slice a call, whatever the number of ids.
-    """
-
-    __slots__ = ("_ids",)
-
-    def __init__(self, num_blocks: int) -> None:
-        self._ids = array("i", range(num_blocks, 0, -1))
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ids)
-
-    def take(self, num_blocks: int) -> array[int]:
-        """Remove and return `num_blocks` ids; the caller has made sure that they are there."""
-        ids = self._ids[len(self._ids) - num_blocks :]
-        del self._ids[len(self._ids) - num_blocks :]
-        ids.reverse()
-        return ids
-
-    def give(self, ids: array[int]) -> None:
-        """Put `ids` on top."""
-        self._ids.extend(ids)
 
 
 class FreeQueue:

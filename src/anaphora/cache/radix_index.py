@@ -26,7 +26,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from anaphora.cache.index import Hit, require
-from anaphora.cache.pool import BlankStack
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -37,14 +36,20 @@ if TYPE_CHECKING:
 
 Key = bytes | bytearray | memoryview
 
+NOTHING = Hit(0, 0, None)
+
 
 class _Node:
-    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither."""
+    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
 
-    __slots__ = ("blocks", "key", "kids", "parent", "ref")
+    `label` is what its parent finds it by: the tokens of its first block.
+    """
 
-    def __init__(self, parent: _Node | None, key: Key, blocks: array[int]) -> None:
+    __slots__ = ("blocks", "key", "kids", "label", "parent", "ref")
+
+    def __init__(self, parent: _Node | None, label: bytes, key: Key, blocks: array[int]) -> None:
         self.parent = parent
+        self.label = label
         self.key = key
         self.blocks = blocks
         self.kids: dict[bytes, _Node] = {}
@@ -67,7 +72,7 @@ class _Root(_Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, b"", array("i"))
+        super().__init__(None, b"", b"", array("i"))
         self.namespace = namespace
 
 
@@ -84,14 +89,16 @@ class RadixIndex:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._width = block_size * TOKEN_BYTES
-        self._blank = BlankStack(num_blocks)
+        self._blank = array("i", range(1, num_blocks + 1))
+        """Blocks without content, last in first out, so that a small working set stays small."""
         self._lanes: dict[Namespace, _Root] = {}
         self._evictable: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable = 0
-        self._holders: set[Sequence] = set()
         self._duplicating: set[Sequence] = set()
         """Holders whose table differs from the tree somewhere on the path to their tail."""
+        self.holders: set[Sequence] = set()
         self.num_evicted_blocks = 0
+        self.version = 0
 
     @property
     def num_available(self) -> int:
@@ -109,7 +116,7 @@ class RadixIndex:
         """Walk down from the lane's root. `where` is the last node reached and how many of its blocks match."""
         node: _Node | None = self._lanes.get(sequence.namespace)
         if node is None:
-            return Hit(0, 0, None)
+            return NOTHING
         tokens, width = sequence.tokens, self._width
         position, end = 0, max_blocks * width
         num_matched = 0  # of the last node's blocks
@@ -119,65 +126,65 @@ class RadixIndex:
             if kid is None:
                 break
             node = kid
+            key = node.key
             num_matched = len(node.blocks)
-            if position + len(node.key) > end or not tokens.startswith(node.key, position):
-                num_matched = _count_equal_blocks(tokens, position, node.key, min(end - position, len(node.key)), width)
-            if node.ref == 0:
+            if position + len(key) > end or not tokens.startswith(key, position):
+                num_matched = _count_equal_blocks(tokens, position, key, min(end - position, len(key)), width)
+            if not node.ref:
                 num_unpinned += num_matched
             position += num_matched * width
             if num_matched < len(node.blocks):
                 break
+        if not position:
+            return NOTHING
         return Hit(position // width, num_unpinned, (node, num_matched))
 
     # -- holding ---------------------------------------------------------------------------------------------------
 
     def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
         """Lock the path to the hit's end, splitting its last node if it matched in part."""
-        self._holders.add(sequence)
-        if hit.num_blocks == 0:
-            sequence.index_state = self._lane(sequence.namespace)
-            sequence.index_state.ref += 1
-            sequence.num_indexed_blocks = 0
+        self.version += 1
+        self.holders.add(sequence)
+        sequence.num_indexed_blocks = hit.num_blocks
+        if hit.where is None:
+            root = self._lanes.get(sequence.namespace)
+            if root is None:
+                root = self._lanes[sequence.namespace] = _Root(sequence.namespace)
+            root.ref += 1
+            sequence.index_state = root
             return array("i")
         node, num_matched = hit.where
         if num_matched < len(node.blocks):
             node = self._split(node, num_matched)
         self._lock(node)
         sequence.index_state = node
-        sequence.num_indexed_blocks = hit.num_blocks
-        path = node.path()
-        table: array[int] = path[0].blocks[:]
-        for lower in path[1:]:
-            table.extend(lower.blocks)
+        table: array[int] = node.blocks[:]
+        if num_matched < hit.num_blocks:
+            table = array("i")
+            for part in node.path():
+                table.extend(part.blocks)
         return table
 
     def release(self, sequence: Sequence) -> None:
         """Unlock the path, leaf first; blocks of the table that the tree does not hold become blank."""
-        tail: _Node = sequence.index_state
-        table = sequence.block_table
-        own = table[sequence.num_indexed_blocks :]
+        self.version += 1
+        self.holders.remove(sequence)
+        self._blank.extend(sequence.block_table[sequence.num_indexed_blocks :])
         if sequence in self._duplicating:
             self._duplicating.remove(sequence)
             for _, first, last in self._duplicated(sequence):
-                own.extend(table[first:last])
-        if own:
-            self._blank.give(own)
-        self._holders.remove(sequence)
+                self._blank.extend(sequence.block_table[first:last])
+        tail: _Node = sequence.index_state
         sequence.index_state = None
         self._unlock(tail)
-        self._drop_if_empty(tail)
+        if tail.parent is None:
+            self._drop_if_empty(tail)
         if self._duplicating:
             self._settle_duplicates()
 
-    def _lane(self, namespace: Namespace) -> _Root:
-        root = self._lanes.get(namespace)
-        if root is None:
-            root = self._lanes[namespace] = _Root(namespace)
-        return root
-
-    def _drop_if_empty(self, node: _Node) -> None:
-        if isinstance(node, _Root) and not node.kids and not node.ref:
-            del self._lanes[node.namespace]
+    def _drop_if_empty(self, root: _Node) -> None:
+        if isinstance(root, _Root) and not root.kids and not root.ref:
+            del self._lanes[root.namespace]
 
     def _lock(self, node: _Node) -> None:
         node.ref += 1
@@ -190,7 +197,7 @@ class RadixIndex:
 
     def _unlock(self, node: _Node) -> None:
         node.ref -= 1
-        while node.ref == 0 and node.parent is not None:
+        while not node.ref and node.parent is not None:
             self._evictable[node] = None
             self._num_evictable += len(node.blocks)
             node = node.parent
@@ -202,15 +209,16 @@ class RadixIndex:
         The lower part keeps its identity, so it stays the tail of those who hold it, and its place in the order of
         eviction: nobody has read it.
         """
-        width = self._width
+        size = num_blocks * self._width
         parent = node.parent
         assert parent is not None
-        upper = _Node(parent, node.key[: num_blocks * width], node.blocks[:num_blocks])
-        parent.kids[bytes(upper.key[:width])] = upper
-        node.key = node.key[num_blocks * width :]
+        upper = _Node(parent, node.label, node.key[:size], node.blocks[:num_blocks])
+        parent.kids[node.label] = upper
+        node.key = node.key[size:]
+        node.label = bytes(node.key[: self._width])
         del node.blocks[:num_blocks]
         node.parent = upper
-        upper.kids[bytes(node.key[:width])] = node
+        upper.kids[node.label] = node
         if node.ref:
             upper.ref = 1
         else:
@@ -221,67 +229,68 @@ class RadixIndex:
 
     def take(self, num_blocks: int) -> array[int]:
         """Blank blocks, after evicting as many unpinned ones as are missing."""
-        missing = num_blocks - len(self._blank)
-        if missing > 0:
-            self._evict(missing)
-        return self._blank.take(num_blocks)
+        self.version += 1
+        blank = self._blank
+        if len(blank) < num_blocks:
+            self._evict(num_blocks - len(blank))
+        cut = len(blank) - num_blocks
+        blocks = blank[cut:]
+        del blank[cut:]
+        return blocks
 
     def _evict(self, num_blocks: int) -> None:
         """Let go exactly `num_blocks` blocks: least recently held first, each node's tail before its head."""
         self.num_evicted_blocks += num_blocks
         self._num_evictable -= num_blocks
-        evictable, blank, width = self._evictable, self._blank, self._width
+        evictable, blank = self._evictable, self._blank
         while num_blocks:
             node = next(iter(evictable))
-            size = len(node.blocks)
-            if size > num_blocks:
-                blank.give(node.blocks[size - num_blocks :])
-                del node.blocks[size - num_blocks :]
-                node.key = _shortened(node.key, (size - num_blocks) * width)
+            rest = len(node.blocks) - num_blocks
+            if rest > 0:
+                blank.extend(node.blocks[rest:])
+                del node.blocks[rest:]
+                node.key = _shortened(node.key, rest * self._width)
                 return
             del evictable[node]
-            blank.give(node.blocks)
-            self._detach(node)
-            num_blocks -= size
-
-    def _detach(self, node: _Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.kids[bytes(node.key[: self._width])]
-        self._drop_if_empty(parent)
+            blank.extend(node.blocks)
+            num_blocks -= len(node.blocks)
+            parent = node.parent
+            assert parent is not None
+            del parent.kids[node.label]
+            if parent.parent is None:
+                self._drop_if_empty(parent)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
     def insert(self, sequence: Sequence, num_blocks: int) -> None:
         """Hang the sequence's newly full blocks below its tail, or line up with what the tree holds there already."""
+        self.version += 1
         width = self._width
         tokens = sequence.tokens
         while sequence.num_indexed_blocks < num_blocks:
             tail: _Node = sequence.index_state
             first = sequence.num_indexed_blocks
             start = first * width
-            kid = tail.kids.get(bytes(tokens[start : start + width]))
+            label = bytes(tokens[start : start + width])
+            kid = tail.kids.get(label)
             if kid is not None:
                 self._line_up(sequence, kid, num_blocks)
                 continue
             blocks = sequence.block_table[first:num_blocks]
             key: Key = tokens[start : num_blocks * width]
-            if type(tail.key) is bytearray and tail.ref == 1 and not tail.kids and tail.parent is not None:
+            sequence.num_indexed_blocks = num_blocks
+            if type(tail.key) is bytearray and tail.ref == 1 and not tail.kids:
                 # A leaf that only this sequence holds grows in place.
                 tail.key += key
                 tail.blocks.extend(blocks)
-            else:
-                if num_blocks < len(tokens) // width and type(key) is bytes:
-                    key = bytearray(key)  # more of the prompt will follow, in place
-                node = _Node(tail, key, blocks)
-                tail.kids[bytes(key[:width])] = node
-                self._move_tail(sequence, node)
-            sequence.num_indexed_blocks = num_blocks
-
-    def _move_tail(self, sequence: Sequence, node: _Node) -> None:
-        self._lock(node)
-        self._unlock(sequence.index_state)
-        sequence.index_state = node
+                return
+            if type(key) is bytes and num_blocks < len(tokens) // width:
+                key = bytearray(key)  # more of the prompt will follow, in place
+            node = _Node(tail, label, key, blocks)
+            tail.kids[label] = node
+            # The sequence's hold on the old tail becomes the new one's.
+            node.ref = 1
+            sequence.index_state = node
 
     def _line_up(self, sequence: Sequence, node: _Node, num_blocks: int) -> None:
         """Move the sequence's tail along a node whose content it has computed again."""
@@ -291,17 +300,19 @@ class RadixIndex:
         num_equal = _count_equal_blocks(sequence.tokens, first * width, node.key, limit, width)
         if num_equal < len(node.blocks):
             node = self._split(node, num_equal)
-        if node.ref == 0:
-            self._replace_blocks(node, sequence.block_table[first : first + num_equal])
-        else:
+        if node.ref:
             self._duplicating.add(sequence)
-        self._move_tail(sequence, node)
+        else:
+            self._replace_blocks(node, sequence.block_table[first : first + num_equal])
+        self._lock(node)
+        self._unlock(sequence.index_state)
+        sequence.index_state = node
         sequence.num_indexed_blocks = first + num_equal
 
     # -- duplicates ------------------------------------------------------------------------------------------------
 
     def _replace_blocks(self, node: _Node, blocks: array[int]) -> None:
-        self._blank.give(node.blocks)
+        self._blank.extend(node.blocks)
         node.blocks = blocks
 
     def _duplicated(self, sequence: Sequence) -> Iterator[tuple[_Node, int, int]]:
@@ -322,7 +333,7 @@ class RadixIndex:
         """
         held: set[_Node] = set()
         duplicated: dict[_Node, tuple[Sequence, int, int]] = {}
-        for sequence in self._holders:
+        for sequence in self.holders:
             own = {node: (sequence, first, last) for node, first, last in self._duplicated(sequence)}
             held.update(node for node in sequence.index_state.path() if node not in own)
             duplicated |= own
@@ -335,15 +346,14 @@ class RadixIndex:
 
     def clear(self) -> None:
         """Start again with every block blank."""
+        self.version += 1
         self._lanes.clear()
         self._evictable.clear()
         self._num_evictable = 0
-        self._blank = BlankStack(self._num_blocks)
+        self._blank = array("i", range(1, self._num_blocks + 1))
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
+    def check(self) -> None:
         """Walk the whole tree and every table; see `PrefixIndex.check`."""
-        holders = list(sequences)
-        require(set(holders) == self._holders, "the index and the manager disagree on who holds blocks")
         owner: dict[int, str] = {}
 
         def claim(blocks: Iterable[int], who: str) -> None:
@@ -354,7 +364,7 @@ class RadixIndex:
 
         claim(self._blank, "blank")
         num_tails: dict[_Node, int] = {}
-        for sequence in holders:
+        for sequence in self.holders:
             tail: _Node = sequence.index_state
             num_tails[tail] = num_tails.get(tail, 0) + 1
             path = tail.path()
@@ -368,8 +378,7 @@ class RadixIndex:
             claim(sequence.block_table[sequence.num_indexed_blocks :], "private")
             for _, first, last in duplicated:
                 claim(sequence.block_table[first:last], "a private duplicate")
-        in_order = list(self._evictable)
-        place = {node: i for i, node in enumerate(in_order)}
+        place = {node: i for i, node in enumerate(self._evictable)}
         num_evictable = 0
         for root in self._lanes.values():
             require(bool(root.kids or root.ref), "an empty lane was kept")
@@ -378,14 +387,14 @@ class RadixIndex:
                 node = stack.pop()
                 require(node.ref == num_tails.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "ref")
                 stack.extend(node.kids.values())
-                for first_block, kid in node.kids.items():
-                    require(kid.parent is node and kid.key[: self._width] == first_block, "a child under a wrong key")
-                    require(bool(kid.ref) or not node.parent or bool(node.ref) or place[kid] < place[node], "order")
-                if node.parent is None:
+                for label, kid in node.kids.items():
+                    require(kid.parent is node and kid.label == label == kid.key[: self._width], "a wrong label")
+                    require(bool(kid.ref) or node is root or bool(node.ref) or place[kid] < place[node], "order")
+                if node is root:
                     continue
                 require(len(node.key) == len(node.blocks) * self._width > 0, "key and blocks differ in length")
-                require((node in place) == (node.ref == 0), "evictable is not the same as unpinned")
-                num_evictable += len(node.blocks) if node.ref == 0 else 0
+                require((node in place) == (not node.ref), "evictable is not the same as unpinned")
+                num_evictable += 0 if node.ref else len(node.blocks)
                 claim(node.blocks, "in the tree")
         require(num_evictable == self._num_evictable, "the count of evictable blocks is wrong")
         require(len(owner) == self._num_blocks, "a block is lost")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from anaphora.identity import Namespace
 from anaphora.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anaphora.identity import Namespace
 
 State = Literal["waiting", "running", "preempted", "finished"]
 
@@ -24,7 +28,9 @@ class Sequence:
     __slots__ = (
         "_lookup",
         "_num_cached_tokens",
-        "block_tables",
+        "block_table",
+        "hit",
+        "hit_version",
         "index_state",
         "namespace",
         "num_computed_tokens",
@@ -41,11 +47,9 @@ class Sequence:
         self,
         tokens: bytes,
         namespace: Namespace,
-        *,
-        num_groups: int,
         read_cache: bool,
         write_cache: bool,
-        lookup: Any,
+        lookup: Callable[[Sequence], int],
     ) -> None:
         self.tokens: bytes | bytearray = tokens
         self.num_tokens = len(tokens) // TOKEN_BYTES
@@ -54,19 +58,23 @@ class Sequence:
         self.write_cache = write_cache
         self.state: State = "waiting"
         self.was_admitted = False
-        self.block_tables: list[array[int]] = [array("i") for _ in range(num_groups)]
+        self.block_table: array[int] = array("i")
+        """One block id per block, in order. A buffer view of it expires at the next allocate."""
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
         """Leading blocks whose content the index knows, whether the index serves this sequence's copy or another's."""
         self.index_state: Any = None
         """What the index remembers of this sequence; no one else looks at it."""
+        self.hit: Any = None
+        self.hit_version = -1
+        """The last lookup, and the state of the index that it is valid for."""
         self._num_cached_tokens = 0
         self._lookup = lookup
 
     @property
-    def block_table(self) -> array[int]:
-        """`array('i')`, one block id per block, in order. A buffer view of it expires at the next allocate."""
-        return self.block_tables[0]
+    def block_tables(self) -> list[array[int]]:
+        """One table per layer group; `block_table` is the first."""
+        return [self.block_table]
 
     @property
     def is_admitted(self) -> bool:
@@ -78,7 +86,7 @@ class Sequence:
         """Tokens served from the cache: before the first admission what a lookup finds now, final from then on."""
         if self.was_admitted or self.state == "finished":
             return self._num_cached_tokens
-        return int(self._lookup(self))
+        return self._lookup(self)
 
     def __repr__(self) -> str:
         return (
