@@ -50,6 +50,8 @@ def staging_folder() -> Iterator[Path]:
         ) from None
     try:
         yield staging
+    except OSError as error:
+        raise ModelError(f"{cache}: the model could not be stored there: {error.strerror}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -205,6 +205,13 @@ def read_shape(file: GGUFFile, eos_token_ids: tuple[int, ...], bos_token_id: int
     Raises:
         ModelError: an unsupported architecture or feature, or a key that is missing.
     """
+    try:
+        return _shape_from(file, eos_token_ids, bos_token_id)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{file.path}: a number is missing or wrong: {error}") from None
+
+
+def _shape_from(file: GGUFFile, eos_token_ids: tuple[int, ...], bos_token_id: int | None) -> ModelShape:
     metadata = file.metadata
     name = metadata.get("general.architecture")
     if name not in _CONVERTED_FROM:
@@ -252,7 +259,12 @@ def _rope_scaling(file: GGUFFile, name: str) -> RopeScaling | None:
         raise ModelError(f"{name}.rope.scaling.type: {kind!r} is not supported; supported are none and linear")
     if _ROPE_DIVISORS in file.tensor_names:
         return DivisorsRope(tuple(file.tensor(_ROPE_DIVISORS).tolist()))
-    return LinearRope(float(file.metadata[f"{name}.rope.scaling.factor"])) if kind == "linear" else None
+    if kind == "none":
+        return None
+    factor = file.metadata.get(f"{name}.rope.scaling.factor")
+    if factor is None:
+        raise ModelError(f"{name}.rope.scaling.factor: missing from {file.path.name}")
+    return LinearRope(float(factor))
 
 
 def read_weights(file: GGUFFile, shape: ModelShape) -> Weights:

@@ -10,37 +10,39 @@ from tokenizers import Tokenizer as Backend
 
 from anaphora.model.chat_template import ChatTemplate
 from anaphora.model.errors import ModelError
-from anaphora.model.tokenizer import Tokenizer
+from anaphora.model.tokenizer import SPACE_MARK, Tokenizer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Values of tokenizer.ggml.token_type."""
 
 _END_TOKENS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"}
 """Control tokens that end a turn or a text. GGUF names one of a model's; models emit the others too."""
 
-_GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_OTHER_WAY = "The model's Hugging Face folder, which brings its own tokenizer.json, can be served instead"
 
 
-def _word_split(digits: str) -> pre_tokenizers.PreTokenizer:
+def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _gpt4_split(digits: str) -> pre_tokenizers.PreTokenizer:
     """GPT-4's way of cutting text, shared by Llama 3 and Qwen2 but for how many digits make a number."""
-    pattern = (
+    return _split(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
 
 
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    "gpt-2": _GPT2_SPLIT,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT]),
-    "llama-bpe": _word_split(r"\p{N}{1,3}"),
-    "qwen2": _word_split(r"\p{N}"),
+    "gpt-2": _split(_GPT2),
+    "smollm": _split(r"\p{N}", _GPT2),
+    "llama-bpe": _gpt4_split(r"\p{N}{1,3}"),
+    "qwen2": _gpt4_split(r"\p{N}"),
+    # What llama.cpp does with models that its converter did not know.
+    "default": _split(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9]{3}"),
 }
 """How text is cut before merging, by tokenizer.ggml.pre."""
 
@@ -52,39 +54,76 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         ModelError: a tokenizer or pre-tokenizer that is not supported; the message lists those that are.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    if kind == "gpt2":
+        backend = _byte_level_bpe(metadata)
+    elif kind == "llama":
+        backend = _sentencepiece_bpe(metadata)
+    else:
         raise ModelError(
-            f"tokenizer.ggml.model: {kind!r} is not supported, only gpt2 (byte-level BPE); "
-            "use the model's Hugging Face folder, which brings its tokenizer.json"
+            f"tokenizer.ggml.model: {kind!r} is not supported; supported are gpt2 (byte-level BPE) and llama "
+            f"(SentencePiece BPE). {_OTHER_WAY}"
         )
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in _PRE_TOKENIZERS:
-        raise ModelError(
-            f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}. "
-            "Other models can be served from their Hugging Face folder"
-        )
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
-    merges = [
-        (left, right) for left, _, right in (m.partition(" ") for m in _required(metadata, "tokenizer.ggml.merges"))
-    ]
-    backend = Backend(
-        models.BPE(
-            vocab={token: token_id for token_id, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=name == "llama-bpe",
-        )
-    )
-    backend.pre_tokenizer = _PRE_TOKENIZERS[name]
-    backend.decoder = decoders.ByteLevel()
-    if name == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    _mark_special(backend, tokens, metadata)
+    tokens, types = _vocabulary(metadata)
+    typed = list(zip(tokens, types, strict=True))
+    backend.add_special_tokens([_added(token, True) for token, of_type in typed if of_type in (_CONTROL, _UNKNOWN)])
+    backend.add_tokens([_added(token, False) for token, of_type in typed if of_type == _USER_DEFINED])
+    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     return Tokenizer(
         backend,
         bos_token_id=_token_id(metadata, "bos"),
-        eos_token_ids=_end_ids(metadata, tokens),
-        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        eos_token_ids=_end_ids(metadata),
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
     )
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any]) -> Backend:
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in _PRE_TOKENIZERS:
+        raise ModelError(
+            f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}. {_OTHER_WAY}"
+        )
+    tokens, _ = _vocabulary(metadata)
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in _strings(metadata, "merges"))]
+    # Llama 3 takes a word that is a token as it is, though its merges would not lead there.
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
+    if name == "qwen2":
+        # As Qwen's own tokenizer does; llama.cpp leaves it out, and differs on decomposed characters.
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _PRE_TOKENIZERS[name]
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Backend:
+    """SentencePiece keeps a score per token and no merges: two tokens merge if their union is one, best score first."""
+    tokens, types = _vocabulary(metadata)
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError("tokenizer.ggml.scores: expected one score for each token")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    ranked = sorted(
+        (-float(scores[token_id]), vocabulary[token[:cut]], vocabulary[token[cut:]])
+        for token_id, token in enumerate(tokens)
+        if types[token_id] == _NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    )
+    backend = Backend(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(tokens[left], tokens[right]) for _, left, right in ranked],
+            unk_token=next((token for token, of_type in zip(tokens, types, strict=True) if of_type == _UNKNOWN), None),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE_MARK))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
 
 
 def read_chat_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
@@ -92,30 +131,19 @@ def read_chat_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
     source = metadata.get("tokenizer.chat_template")
     if source is None:
         return None
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    tokens = _strings(metadata, "tokens")
     bos, eos = (_token_id(metadata, which) for which in ("bos", "eos"))
     return ChatTemplate(source, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos])
 
 
-def _mark_special(backend: Backend, tokens: Sequence[str], metadata: Mapping[str, Any]) -> None:
-    special, added = [], []
-    for token, token_type in zip(tokens, metadata.get("tokenizer.ggml.token_type", ()), strict=False):
-        if token_type in (_CONTROL, _UNKNOWN):
-            special.append(AddedToken(token, special=True, normalized=False))
-        elif token_type == _USER_DEFINED:
-            added.append(AddedToken(token, special=False, normalized=False))
-    backend.add_special_tokens(special)
-    backend.add_tokens(added)
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, special=special, normalized=False)
 
 
-def _end_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[int, ...]:
+def _end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    tokens, types = _vocabulary(metadata)
     named = [_token_id(metadata, which) for which in ("eos", "eot", "eom")]
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    spelled = [
-        token_id
-        for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
-        if token_type == _CONTROL and token in _END_TOKENS
-    ]
+    spelled = [i for i, token in enumerate(tokens) if token in _END_TOKENS and types[i] == _CONTROL]
     return tuple(dict.fromkeys(token_id for token_id in (*named, *spelled) if token_id is not None))
 
 
@@ -123,13 +151,22 @@ def _token_id(metadata: Mapping[str, Any], which: str) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{which}_token_id")
     if token_id is None:
         return None
-    if not 0 <= token_id < len(_required(metadata, "tokenizer.ggml.tokens")):
+    if not 0 <= token_id < len(_strings(metadata, "tokens")):
         raise ModelError(f"tokenizer.ggml.{which}_token_id: {token_id} is outside the vocabulary")
     return int(token_id)
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> list[str]:
-    value = metadata.get(key)
+def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], Sequence[int]]:
+    """Tokens by id, and their types."""
+    tokens = _strings(metadata, "tokens")
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelError(f"tokenizer.ggml.token_type: {len(types)} types for {len(tokens)} tokens")
+    return tokens, types
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, list):
-        raise ModelError(f"{key}: missing from the file")
+        raise ModelError(f"tokenizer.ggml.{key}: missing from the file")
     return value

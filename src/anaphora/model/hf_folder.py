@@ -11,7 +11,7 @@ import tokenizers
 from anaphora.model.chat_template import ChatTemplate
 from anaphora.model.errors import ModelError
 from anaphora.model.safetensors_file import SafetensorsFile
-from anaphora.model.shape import LinearRope, Llama3Rope, ModelShape, RopeScaling
+from anaphora.model.shape import ARCHITECTURES, LinearRope, Llama3Rope, ModelShape, RopeScaling
 from anaphora.model.tokenizer import Tokenizer
 from anaphora.model.weights import Weights, assemble
 
@@ -57,8 +57,18 @@ def read_shape(folder: Path) -> ModelShape:
     Raises:
         ModelError: an unsupported architecture or feature, or a field that is missing.
     """
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
+    try:
+        return _shape_from(folder, config)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{folder / CONFIG}: a number is missing or wrong: {error}") from None
+
+
+def _shape_from(folder: Path, config: dict[str, Any]) -> ModelShape:
     architecture = config.get("model_type")
+    if architecture not in ARCHITECTURES:
+        # First of all: of another kind of model no other field need be there.
+        raise ModelError(f"model_type: {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     for field, supported in _FIXED.items():
         if config.get(field, supported) not in (supported, None):
             raise ModelError(f"{field}: {config[field]!r} is not supported, only {supported!r}")
@@ -72,9 +82,6 @@ def read_shape(folder: Path) -> ModelShape:
             raise ModelError(f"{field}: missing from {folder / CONFIG}")
         return value
 
-    # Architecture first: of another kind of model no other field may be there.
-    if architecture not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ModelError(f"model_type: {architecture!r} is not supported; supported are llama, mistral, qwen2, qwen3")
     num_heads = get("num_attention_heads")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return ModelShape(
@@ -131,7 +138,7 @@ def _sliding_window(config: dict[str, Any]) -> int | None:
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """What ends a generation: generation_config.json before config.json, as its writers mean it."""
-    generation = _read_json(folder / GENERATION_CONFIG, optional=True)
+    generation = read_json(folder / GENERATION_CONFIG, optional=True)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None:
         return ()
@@ -145,7 +152,7 @@ def weight_files(folder: Path) -> list[Path]:
         ModelError: there are none, or the index names files that are not there.
     """
     if (folder / WEIGHTS_INDEX).exists():
-        files = [folder / name for name in shard_names(_read_json(folder / WEIGHTS_INDEX))]
+        files = [folder / name for name in shard_names(read_json(folder / WEIGHTS_INDEX))]
     else:
         files = [folder / WEIGHTS]
     for file in files:
@@ -201,7 +208,7 @@ def read_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
         raise ModelError(f"{path}: {error}") from None
-    config = _read_json(folder / TOKENIZER_CONFIG, optional=True)
+    config = read_json(folder / TOKENIZER_CONFIG, optional=True)
     bos_token_id = shape.bos_token_id
     if bos_token := _token_text(config, "bos_token"):
         bos_token_id = backend.token_to_id(bos_token)
@@ -220,7 +227,7 @@ def read_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """The folder's chat template, from its own file or from tokenizer_config.json; None if it has none."""
-    config = _read_json(folder / TOKENIZER_CONFIG, optional=True)
+    config = read_json(folder / TOKENIZER_CONFIG, optional=True)
     source = config.get("chat_template")
     if (folder / CHAT_TEMPLATE).is_file():
         source = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
@@ -237,7 +244,12 @@ def _token_text(config: dict[str, Any], field: str) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; an empty one for a file that is `optional` and not there.
+
+    Raises:
+        ModelError: the file cannot be read, or holds something else.
+    """
     if optional and not path.exists():
         return {}
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from pathlib import Path
@@ -69,8 +68,7 @@ def _fetch_all(download: _Download) -> None:
     for optional in _OPTIONAL:
         download.try_fetch(optional)
     if download.try_fetch(hf_folder.WEIGHTS_INDEX):
-        index = json.loads((download.folder / hf_folder.WEIGHTS_INDEX).read_bytes())
-        for shard in hf_folder.shard_names(index):
+        for shard in hf_folder.shard_names(hf_folder.read_json(download.folder / hf_folder.WEIGHTS_INDEX)):
             download.require(shard)
     else:
         download.require(hf_folder.WEIGHTS)
@@ -106,20 +104,23 @@ class _Download:
                 self._save(file, response)
         except httpx.HTTPStatusError as error:
             raise ModelError(f"{self._name}: {error.response.status_code} for {self._url}/{file}") from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ModelError(f"{self._name}: no answer from {self._url}: {error}. {_advice(self._name)}") from None
         return True
 
     def _save(self, file: str, response: httpx.Response) -> None:
         length = response.headers.get("Content-Length")
         total = int(length) if length and "Content-Encoding" not in response.headers else None
+        label = f"fetching {self._name}/{file}"
         digest, done = hashlib.sha256(), 0
         with (self.folder / file).open("wb") as output:
             for chunk in response.iter_bytes(1 << 20):
                 output.write(chunk)
                 digest.update(chunk)
                 done += len(chunk)
-                self._progress(f"fetching {self._name}/{file}", done, total)
+                if done != total:
+                    self._progress(label, done, total)
+        self._progress(label, done, done)
         # Large files are named by their SHA-256, in the answer that redirects to their storage.
         for answer in (*response.history, response):
             expected = answer.headers.get("X-Linked-Etag", "").strip('"')

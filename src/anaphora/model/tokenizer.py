@@ -15,7 +15,7 @@ import tokenizers
 from anaphora.model.errors import ModelError
 from anaphora.tokens import TokenIds, pack, unpack
 
-_SPACE_MARK = "\u2581"
+SPACE_MARK = "\u2581"
 """SentencePiece writes a space as this."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -107,7 +107,7 @@ class Tokenizer:
                 return token.encode()
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
-        return token.replace(_SPACE_MARK, " ").encode()
+        return token.replace(SPACE_MARK, " ").encode()
 
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
