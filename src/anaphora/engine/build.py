@@ -1,0 +1,143 @@
+"""An Engine for a model: which executor, which block size, how much memory for KV. The defaults are here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+
+from anaphora.cache import KVCacheManager
+from anaphora.engine.loop import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from anaphora.cache.manager import IndexKind
+    from anaphora.engine.executor import Executor, LayerGroup
+    from anaphora.model import Model
+
+ExecutorKind: TypeAlias = Literal["reference"]
+
+DEFAULT_KV_MEMORY_BYTES = 1 << 30
+"""Memory for KV where there is plenty of it."""
+FREE_MEMORY_SHARE = 0.5
+"""The largest share of the free memory that the default takes."""
+MIN_BLOCK_SIZE = 16
+"""Smaller blocks hit a few more tokens, but cost more to keep and to read than those are worth."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `build_engine`, for those who pass them on."""
+
+    executor: ExecutorKind
+    index: IndexKind
+    kv_memory_bytes: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_context: int | None
+    seed: int | None
+
+
+def build_engine(
+    model: Model,
+    *,
+    executor: ExecutorKind = "reference",
+    index: IndexKind = "radix",
+    kv_memory_bytes: int | None = None,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    max_context: int | None = None,
+    seed: int | None = None,
+) -> Engine:
+    """Return an engine that runs `model`, with its KV pages allocated.
+
+    executor: "reference" is numpy, float32.
+    index: how prefixes are found, "radix" or "hash".
+    kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less.
+    max_num_seqs, max_num_batched_tokens, max_context, seed: as `Engine` has them.
+
+    Raises:
+        ValueError: an unknown executor or index, a limit below 1, or too little memory for one block; the message
+            names the option and what is allowed.
+    """
+    if executor not in _EXECUTORS:
+        raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
+    runner = _EXECUTORS[executor](model)
+    block_size = choose_block_size(runner)
+    # Only now: what the executor itself takes is not free any more.
+    memory = default_kv_memory_bytes() if kv_memory_bytes is None else kv_memory_bytes
+    num_blocks = num_blocks_for(memory, runner.layer_groups, block_size)
+    return Engine(
+        runner,
+        KVCacheManager(num_blocks=num_blocks, block_size=block_size, index=index),
+        tokenizer=model.tokenizer,
+        eos_token_ids=model.tokenizer.eos_token_ids,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_context=max_context,
+        seed=seed,
+    )
+
+
+def choose_block_size(executor: Executor) -> int:
+    """Return the smallest block size from MIN_BLOCK_SIZE up that the executor supports, or else its largest."""
+    return min((size for size in executor.block_sizes if size >= MIN_BLOCK_SIZE), default=max(executor.block_sizes))
+
+
+def num_blocks_for(kv_memory_bytes: int, groups: Iterable[LayerGroup], block_size: int) -> int:
+    """Return how many blocks fit into `kv_memory_bytes`, the null block, which holds nobody's tokens, left out.
+
+    Raises ValueError if that is none.
+    """
+    block_bytes = block_size * sum(group.kv_bytes_per_token for group in groups)
+    num_blocks = kv_memory_bytes // block_bytes - 1
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_memory_bytes: {kv_memory_bytes} is not enough; the least is {2 * block_bytes}, "
+            f"two blocks of {block_size} tokens"
+        )
+    return num_blocks
+
+
+def default_kv_memory_bytes() -> int:
+    """Return DEFAULT_KV_MEMORY_BYTES, or FREE_MEMORY_SHARE of the free memory if that is known and less."""
+    free = _free_memory_bytes()
+    return DEFAULT_KV_MEMORY_BYTES if free is None else min(DEFAULT_KV_MEMORY_BYTES, int(free * FREE_MEMORY_SHARE))
+
+
+def _free_memory_bytes() -> int | None:
+    """What this process can still get: of the machine, and of the control group (container) that it is in."""
+    known = [free for free in (_free_machine_bytes(), _free_cgroup_bytes()) if free is not None]
+    return min(known, default=None)
+
+
+def _free_machine_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return None
+    except OSError:  # not Linux: the total is the best that the standard library knows
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError):
+            return None
+
+
+def _free_cgroup_bytes() -> int | None:
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
+        return None
+
+
+def _reference(model: Model) -> Executor:
+    # Here, so that an engine with another executor does not load this one.
+    from anaphora.engine.reference import ReferenceExecutor  # noqa: PLC0415
+
+    return ReferenceExecutor(model.shape, model.weights)
+
+
+_EXECUTORS: dict[str, Callable[[Model], Executor]] = {"reference": _reference}

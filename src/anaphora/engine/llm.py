@@ -1,0 +1,141 @@
+"""LLM: text in, text out, in one process: the library face of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+from anaphora.engine.build import build_engine
+from anaphora.engine.request import Request, SamplingParams
+from anaphora.identity import Namespace
+from anaphora.model import Model, load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from anaphora.engine.build import EngineOptions
+    from anaphora.engine.loop import EngineStats
+    from anaphora.engine.request import Delta, FinishReason, TokenLogprob
+    from anaphora.model.progress import Progress
+
+
+@dataclass(slots=True)
+class Completion:
+    """What a prompt was continued with.
+
+    token_ids: with the token that ended it, if one did. text: without it, and without a stop string.
+    num_cached_tokens: prompt tokens whose KV was found in the cache.
+    logprobs: one per token if they were asked for.
+    error: what went wrong, if finish_reason is "error".
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Join what a step added."""
+        self.num_prompt_tokens = delta.num_prompt_tokens
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.finish_reason = delta.finish_reason
+        self.logprobs += delta.logprobs
+        self.error = delta.error
+
+
+class LLM:
+    """A model, and an engine whose cache lives as long as this object does. Not safe to be called from two threads.
+
+    model: what `load_model` takes (a path, a name on the hub, None for the default model), or a loaded `Model`.
+    options: as `build_engine` has them.
+
+    Raises:
+        ModelError: the model cannot be fetched, read or run.
+        ValueError: an option with a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        self.model = model if isinstance(model, Model) else load_model(model, progress)
+        self._engine = build_engine(self.model, **options)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: str | bytes | Iterable[str | bytes],
+        sampling: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
+        """Continue one prompt or several together; return a completion for each, in order.
+
+        prompts: text, or packed int32 ids (`bytes`). sampling: for all of them, `SamplingParams()` by default.
+        cache_salt: prefixes are shared only between calls with the same one.
+
+        Raises:
+            RequestError: a prompt can never be served; then none of them is.
+            ValueError: an empty `cache_salt`, or text with lone surrogates.
+        """
+        if isinstance(prompts, (str, bytes)):
+            prompts = [prompts]
+        namespace = Namespace(model=self.model.revision, salt=cache_salt)
+        requests = [
+            Request(self._new_id(), self._encode(prompt), sampling or SamplingParams(), namespace) for prompt in prompts
+        ]
+        completions = {request.request_id: Completion() for request in requests}
+        try:
+            for request in requests:
+                self._engine.submit(request)
+            while self._engine.has_work:
+                for delta in self._engine.step():
+                    completions[delta.request_id].add(delta)
+        finally:
+            for request_id in completions:
+                self._engine.abort(request_id)
+        return list(completions.values())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """Answer a conversation: messages with "role" and "content", as the model's chat template takes them.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the messages.
+            RequestError: the prompt can never be served.
+        """
+        template = self.model.chat_template
+        if template is None:
+            raise ValueError(f"messages: {self.model.name} has no chat template; use generate()")
+        text = template.render(messages, tools=tools)
+        (completion,) = self.generate(self.model.tokenizer.encode(text), sampling, cache_salt=cache_salt)
+        return completion
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters as they stand."""
+        return self._engine.stats()
+
+    def _encode(self, prompt: str | bytes) -> bytes:
+        if isinstance(prompt, bytes):
+            return prompt
+        tokenizer = self.model.tokenizer
+        return tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)
+
+    def _new_id(self) -> str:
+        self._num_requests += 1
+        return f"llm-{self._num_requests}"

@@ -1,0 +1,100 @@
+"""The library face over a tiny real model: text in, text out, cached tokens counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from anaphora.engine.llm import LLM
+from anaphora.engine.request import RequestError, SamplingParams
+from anaphora.model import load_model
+from tests.tiny_models import write_hf_model
+
+if TYPE_CHECKING:
+    from anaphora.model import Model
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = "You are a helpful assistant; the quick brown fox jumps over thirteen lazy zebras, and nobody knows why. " * 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(write_hf_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture
+def llm(model: Model) -> LLM:
+    return LLM(model, kv_memory_bytes=1 << 20)
+
+
+def test_a_prompt_is_continued(llm: LLM) -> None:
+    (completion,) = llm.generate("the cat sat", GREEDY)
+    assert completion.num_prompt_tokens == len(llm.model.tokenizer.encode("the cat sat")) // 4
+    assert len(completion.token_ids) == 8
+    assert completion.finish_reason == "length"
+    assert completion.text == llm.model.tokenizer.decode(completion.token_ids)
+
+
+def test_prompts_together_give_what_they_give_alone_in_order(model: Model, llm: LLM) -> None:
+    prompts = ["the cat sat", LONG + "what is", LONG + "the dog", "rain fell"]
+    together = llm.generate(prompts, GREEDY)
+    for prompt, completion in zip(prompts, together, strict=True):
+        (alone,) = LLM(model, kv_memory_bytes=1 << 20).generate(prompt, GREEDY)
+        assert completion.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_a_prompt_seen_before_is_served_from_the_cache_with_the_same_result(model: Model, index: str) -> None:
+    llm = LLM(model, kv_memory_bytes=1 << 20, index=index)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=3)
+    (cold,) = llm.generate(LONG, params)
+    (warm,) = llm.generate(LONG, params)
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens == (cold.num_prompt_tokens - 1) // 16 * 16
+    assert warm.token_ids == cold.token_ids
+    assert warm.logprobs == cold.logprobs
+    assert llm.stats().cached_tokens == warm.num_cached_tokens
+
+
+def test_packed_ids_are_taken_as_they_are(llm: LLM) -> None:
+    text = "the cat sat"
+    (from_text,), (from_ids,) = (llm.generate(p, GREEDY) for p in (text, llm.model.tokenizer.encode(text)))
+    assert from_ids.token_ids == from_text.token_ids
+
+
+def test_calls_with_different_salts_share_nothing(llm: LLM) -> None:
+    cached = [llm.generate(LONG, GREEDY, cache_salt=salt)[0].num_cached_tokens for salt in ("a", "b", None, "a")]
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] > 0
+
+
+def test_a_second_turn_reuses_the_first(llm: LLM) -> None:
+    first = llm.chat([{"role": "user", "content": LONG}], GREEDY)
+    messages = [
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "why"},
+    ]
+    second = llm.chat(messages, GREEDY)
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens >= (first.num_prompt_tokens - 1) // 16 * 16
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_with_all_the_others(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="the longest context is 512 tokens"):
+        llm.generate(["cat", LONG * 8], GREEDY)
+    stats = llm.stats()
+    assert (stats.num_steps, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert llm.generate("cat", GREEDY)[0].finish_reason == "length"
+
+
+def test_no_prompts_give_no_completions(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_an_unknown_executor_or_option_is_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"executor: 'abacus' is not known; allowed are \['reference'\]"):
+        LLM(model, executor="abacus")  # type: ignore[typeddict-item]
+    with pytest.raises(TypeError, match="blocksize"):
+        LLM(model, blocksize=16)  # type: ignore[call-arg]
