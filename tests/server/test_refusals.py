@@ -264,7 +264,8 @@ def test_client_that_sends_far_too_much_still_reads_the_answer() -> None:
 
 
 def test_engine_fault_is_a_500_that_tells_nothing_of_the_inside(live: LiveServer) -> None:
-    response = live.post(COMPLETIONS, {"prompt": [97, 0]})
+    live.engine.executor.failures.append(RuntimeError("secret"))
+    response = live.post(COMPLETIONS, {"prompt": "abc"})
     assert response.status_code == 500
     assert response.json()["error"] == {
         "message": "The server had an error while processing the request; its log says more.",
