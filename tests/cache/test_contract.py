@@ -422,6 +422,124 @@ class TestEnds:
         assert manager.num_free_blocks == 8
 
 
+class TestForks:
+    def test_a_fork_shares_every_block_until_one_writes_into_a_shared_one(self, make):
+        manager = make(8)
+        parent = admit(manager, tokens(1, 6))
+        child = manager.fork(parent)
+        assert child.block_table == parent.block_table
+        assert manager.num_free_blocks == 6
+        for sequence, token in ((parent, 70), (child, 80)):
+            manager.append(sequence, [token])
+            assert manager.allocate(sequence, 1)
+        assert child.block_table[0] == parent.block_table[0]
+        assert child.block_table[1] != parent.block_table[1]
+        # The first writer copies; the other then has the block to itself.
+        assert manager.take_copies() == [(child.block_table[1], parent.block_table[1])]
+        assert manager.take_copies() == []
+        for sequence in (parent, child):
+            manager.commit(sequence, 1)
+            manager.check()
+            manager.finish(sequence)
+        manager.check()
+        assert manager.num_free_blocks == 8
+
+    def test_no_copy_where_the_last_block_is_full(self, make):
+        manager = make(8)
+        parent = admit(manager, tokens(1, 8))
+        child = manager.fork(parent)
+        manager.append(child, [9])
+        assert manager.allocate(child, 1)
+        assert manager.take_copies() == []
+
+    def test_a_copy_that_does_not_fit_is_refused_and_changes_nothing(self, make):
+        manager = make(2)
+        parent = admit(manager, tokens(1, 6))
+        child = manager.fork(parent)
+        manager.append(child, [70])
+        before = fingerprint(manager)
+        assert not manager.allocate(child, 1)
+        assert fingerprint(manager) == before
+        with pytest.raises(ValueError, match="shared block"):
+            manager.commit(child, 1)
+        manager.finish(parent)
+        assert manager.allocate(child, 1)
+        assert manager.take_copies() == []
+        manager.commit(child, 1)
+
+    def test_forks_in_flight_end_in_any_order_without_a_loss(self, make):
+        manager = make(8)
+        parent = admit(manager, tokens(1, 6), write_cache=False)
+        family = [parent, manager.fork(parent), manager.fork(parent)]
+        family.append(manager.fork(family[1]))
+        assert manager.num_free_blocks == 6
+        for sequence in (family[1], family[0], family[3], family[2]):
+            assert manager.num_free_blocks == 6
+            manager.abort(sequence)
+            manager.check()
+        assert manager.num_free_blocks == 8
+
+
+class TestForgetting:
+    def test_an_evicted_block_is_not_found_nor_what_extends_it(self, make):
+        manager = make(8)
+        sequence = admit(manager, tokens(1, 13))
+        manager.evict_blocks([sequence.block_table[1]])
+        manager.check()
+        assert manager.match(tokens(1, 13)) == 4
+        assert len(sequence.block_table) == 4
+        manager.finish(sequence)
+        manager.check()
+        assert manager.match(tokens(1, 13)) == 4
+        assert manager.num_free_blocks == 8
+
+    def test_what_is_computed_anew_is_found_again_but_never_old_orphans_of_it(self, make):
+        manager = make(12)
+        sequence = admit(manager, tokens(1, 13))
+        manager.evict_blocks([sequence.block_table[0]])
+        assert manager.match(tokens(1, 13)) == 0
+        assert run(manager, tokens(1, 5)) == 0
+        assert manager.match(tokens(1, 13)) == 4
+        manager.append(sequence, tokens(14, 20))
+        assert manager.allocate(sequence, 7)
+        manager.commit(sequence, 7)
+        manager.check()
+        assert manager.match(tokens(1, 20)) == 4
+        manager.finish(sequence)
+        manager.check()
+
+    def test_new_weights_find_nothing_of_the_old_ones(self, make):
+        manager = make(16)
+        run(manager, tokens(1, 9))
+        running = admit(manager, [*tokens(1, 8), *tokens(21, 25)])
+        manager.invalidate()
+        manager.check()
+        assert manager.match(tokens(1, 9)) == 0
+        manager.append(running, tokens(26, 30))
+        assert manager.allocate(running, 5)
+        manager.commit(running, 5)
+        manager.finish(running)
+        manager.check()
+        assert manager.match([*tokens(1, 8), *tokens(21, 30)]) == 0
+        assert run(manager, tokens(1, 9)) == 0
+        assert run(manager, tokens(1, 9)) == 8
+        assert manager.num_free_blocks == 16
+
+    def test_a_sequence_preempted_before_new_weights_starts_anew_and_publishes(self, make):
+        manager = make(16)
+        sequence = admit(manager, tokens(1, 9))
+        manager.preempt(sequence)
+        manager.invalidate()
+        assert manager.allocate(sequence, 9)
+        assert sequence.num_computed_tokens == 0
+        manager.commit(sequence, 9)
+        assert manager.match(tokens(1, 9)) == 8
+
+    def test_an_id_outside_the_pool_is_refused(self, make):
+        with pytest.raises(ValueError, match="between 1 and 4, got 5"):
+            make(4).evict_blocks([5])
+
+
 class TestInput:
     @pytest.mark.parametrize(
         ("arguments", "field"),

@@ -36,6 +36,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory = PagedMemory(self.manager)
         self.live: list[Sequence] = []
         self.tables: dict[Sequence, list[int]] = {}
+        self.copied: dict[int, int] = {}
+        self.forgotten = False
         self.published: set[tuple[Namespace, bytes]] = set()
         """Every prefix of whole blocks that has ever been committed by someone who writes to the cache."""
 
@@ -57,6 +59,9 @@ class CacheMachine(RuleBasedStateMachine):
         before = fingerprint(self.manager)
         num_needed = -(-(expected_hit + num_tokens) // self.block_size) - len(sequence.block_table)
         if self.manager.allocate(sequence, num_tokens):
+            for source, target in self.manager.take_copies():
+                self.memory.pages[target] = self.memory.pages[source]
+                self.copied[target] = source
             assert sequence.num_computed_tokens == expected_hit
             if not was_running:
                 self.memory.verify(sequence)
@@ -76,9 +81,14 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.running()))
         slots = len(sequence.block_table) * self.block_size
         possible = min(sequence.num_tokens, slots) - sequence.num_computed_tokens
+        if possible and not self.manager.allocate(sequence, 1):
+            return  # its last block is shared, and there is none to copy it to
+        for source, target in self.manager.take_copies():
+            self.memory.pages[target] = self.memory.pages[source]
+            self.copied[target] = source
         num_tokens = possible * share // 4
         self.memory.compute(sequence, num_tokens)
-        if sequence.write_cache:
+        if sequence.publishes:
             for end in range(self.block_size, sequence.num_computed_tokens + 1, self.block_size):
                 self.published.add((sequence.namespace, bytes(sequence.tokens[: end * TOKEN_BYTES])))
 
@@ -102,6 +112,31 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.preempt(sequence)
         del self.tables[sequence]
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.running() and len(self.live) < 5)
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.running()))
+        num_free = self.manager.num_free_blocks
+        child = self.manager.fork(parent)
+        assert self.manager.num_free_blocks == num_free
+        self.live.append(child)
+        self.tables[child] = list(child.block_table)
+
+    @rule(data=st.data(), blocks=st.sets(st.integers(1, 4), min_size=1, max_size=2))
+    def evict_blocks(self, data: st.DataObject, blocks: set[int]) -> None:
+        before = {s: self.manager.match(bytes(s.tokens), s.namespace) for s in self.live}
+        self.manager.evict_blocks(blocks)
+        self.forgotten = True
+        for sequence, found in before.items():
+            assert self.manager.match(bytes(sequence.tokens), sequence.namespace) <= found
+
+    @rule()
+    def invalidate(self) -> None:
+        self.manager.invalidate()
+        self.published.clear()
+        self.forgotten = True
+        assert self.manager.num_cached_blocks == 0
+
     @rule()
     @precondition(lambda self: not self.running())
     def reset(self) -> None:
@@ -122,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         ):
             possible += self.block_size
         assert found <= possible
-        if self.manager.stats().evicted_blocks == 0:
+        if self.manager.stats().evicted_blocks == 0 and not self.forgotten:
             assert found == possible
 
     def running(self) -> list[Sequence]:
@@ -138,13 +173,15 @@ class CacheMachine(RuleBasedStateMachine):
             self.memory.verify(sequence)
             table = list(sequence.block_table)
             seen = self.tables[sequence]
-            assert table[: len(seen)] == seen
+            # Only a block that was shared and is not full is ever replaced, by a copy.
+            for old, new in zip(seen, table, strict=False):
+                assert old == new or self.copied.get(new) == old
             self.tables[sequence] = table
 
     @invariant()
     def what_a_running_sequence_has_published_is_found(self) -> None:
         for sequence in self.running():
-            if sequence.write_cache:
+            if sequence.publishes and not (self.forgotten and self.kind == "hash"):
                 num_whole = sequence.num_computed_tokens // self.block_size * self.block_size
                 prefix = bytes(sequence.tokens[: num_whole * TOKEN_BYTES]) + b"\x07\0\0\0"
                 assert self.manager.match(prefix, sequence.namespace) == num_whole

@@ -19,6 +19,8 @@ from anaphora.cache.pool import FreeQueue
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import BlockDigests, Namespace
 
@@ -168,8 +170,8 @@ class HashIndex:
         before = 0
         if first:
             content = self._content[table[first - 1]]
-            assert content is not None
-            before = content.prefix
+            # What extends a forgotten block extends a prefix that no lookup will ever arrive at.
+            before = content.prefix if content else -1
         for position in range(first, num_blocks):
             digest = self._digest(sequence, position)
             twin = self._lookup(sequence, position, before)
@@ -185,6 +187,33 @@ class HashIndex:
             self._blocks.setdefault(digest, []).append(block)
             before = content.prefix
         sequence.num_indexed_blocks = num_blocks
+
+    # -- sharing and forgetting ------------------------------------------------------------------------------------
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """One more holder for each block; the digests known so far go along."""
+        self.version += 1
+        self.holders.add(child)
+        child.index_state = list(parent.index_state or ())
+        for block in child.block_table:
+            self._num_holders[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        """Whether several sequences hold it."""
+        return self._num_holders[block] > 1
+
+    def leave(self, block: int) -> None:
+        """One holder less; at least one remains."""
+        self._num_holders[block] -= 1
+
+    def forget(self, blocks: Set[int] | None) -> None:
+        """Names go; the queue and the counts stay as they are. What extends a forgotten block is an orphan: the walk
+        of a lookup ends before it, and if the forgotten content comes back, it is another prefix by number."""
+        self.version += 1
+        for block in range(1, self._num_blocks + 1) if blocks is None else blocks:
+            if self._content[block]:
+                self._forget(block)
+                self._num_named_free -= not self._num_holders[block]
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
@@ -205,7 +234,7 @@ class HashIndex:
                 require(1 <= block <= self._num_blocks, f"block {block} is none of the pool's")
                 num_holders[block] += 1
                 content = self._content[block]
-                require((position < sequence.num_indexed_blocks) == (content is not None), "named but not computed")
+                require(position < sequence.num_indexed_blocks or content is None, "named but not computed")
                 if content is not None:
                     require(content.namespace == sequence.namespace, "a block of another namespace in a table")
                     require(sequence.tokens.startswith(content.tokens, position * self._width), "other tokens")

@@ -11,6 +11,8 @@ from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from anaphora.cache.sequence import Sequence
 
 
@@ -70,6 +72,23 @@ class PrefixIndex(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """The sequence gives back its whole table: what is findable stays cached, the rest becomes blank."""
+        ...
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Make `child`, whose table is a beginning of the parent's, a holder of its blocks too."""
+        ...
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block that is not full is in more than one table."""
+        ...
+
+    def leave(self, block: int) -> None:
+        """One holder of a shared block has replaced it by a copy of its own."""
+        ...
+
+    def forget(self, blocks: Set[int] | None) -> None:
+        """Make the content of these blocks, or of all, unfindable, and so what extends it. Nobody loses a block that
+        it holds; its holders find nothing of it again."""
         ...
 
     def clear(self) -> None:

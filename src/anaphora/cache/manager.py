@@ -10,7 +10,7 @@ the computation. It is not thread-safe: one engine loop calls it.
 from __future__ import annotations
 
 from array import array
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import Hit, PrefixIndex, require
@@ -19,6 +19,9 @@ from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
 from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Namespace
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 IndexKind = Literal["radix", "hash"]
 
@@ -54,6 +57,9 @@ class KVCacheManager:
             self._index = HashIndex(num_blocks, block_size, digests or BlockDigests())
         else:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
+        self._forked: set[Sequence] = set()
+        """Holders that may share a block which is not full."""
+        self._copies: list[tuple[int, int]] = []
         self._stats = CacheStats()
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
@@ -78,7 +84,7 @@ class KVCacheManager:
         tokens = pack(token_ids)
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        return Sequence(tokens, namespace, read_cache, write_cache, self._num_hit_tokens)
+        return Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the next `num_tokens` tokens after those computed. Return False, with nothing changed, if the
@@ -93,8 +99,9 @@ class KVCacheManager:
             raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
         if sequence.state != "running":
             return self._admit(sequence, num_tokens)
-        table = sequence.block_table
-        missing = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(table)
+        missing = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_table)
+        if sequence in self._forked and num_tokens and self._is_tail_shared(sequence):
+            return self._unshare_tail(sequence, max(0, missing))
         if missing <= 0:
             return True
         if missing > self._index.num_available:
@@ -115,6 +122,7 @@ class KVCacheManager:
             self._extend(sequence, index.take(missing))
         num_hit_tokens = hit.num_blocks * self.block_size
         sequence.num_computed_tokens = num_hit_tokens
+        sequence.publishes = sequence.write_cache
         sequence.state = "running"
         stats = self._stats
         if sequence.was_admitted:
@@ -142,9 +150,11 @@ class KVCacheManager:
             )
         if num_computed > len(sequence.block_table) * self.block_size:
             raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
+        if sequence in self._forked and num_tokens and self._is_tail_shared(sequence):
+            raise ValueError(f"num_tokens: cannot commit {num_tokens} into a shared block; allocate first")
         sequence.num_computed_tokens = num_computed
         num_full = num_computed // self.block_size
-        if sequence.write_cache and num_full > sequence.num_indexed_blocks:
+        if sequence.publishes and num_full > sequence.num_indexed_blocks:
             self._index.insert(sequence, num_full)
 
     def append(self, sequence: Sequence, token_ids: TokenIds) -> None:
@@ -178,11 +188,43 @@ class KVCacheManager:
         sequence.state = "preempted"
         self._stats.preemptions += 1
 
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Return another sequence with the same tokens that shares all computed blocks: parallel samples, beams.
+
+        Nothing is copied until one of them writes into a block that both hold and that is not full: its `allocate`
+        then takes a block of its own for it, and `take_copies` says what to copy.
+        """
+        if sequence.state != "running":
+            raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
+        child = Sequence(
+            bytes(sequence.tokens), sequence.namespace, sequence.read_cache, sequence.write_cache, self.lookup
+        )
+        child.publishes = sequence.publishes
+        child.state = "running"
+        child.was_admitted = True
+        child._num_cached_tokens = sequence._num_cached_tokens
+        child.num_computed_tokens = sequence.num_computed_tokens
+        child.num_indexed_blocks = sequence.num_indexed_blocks
+        child.block_table = sequence.block_table[: -(-sequence.num_computed_tokens // self.block_size)]
+        self._index.share(sequence, child)
+        self._forked |= {sequence, child}
+        return child
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the (from, to) block pairs to copy, in this order, before the next step computes; then forget them."""
+        copies, self._copies = self._copies, []
+        return copies
+
     # -- questions -------------------------------------------------------------------------------------------------
 
     def match(self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """Return how many leading tokens a sequence with this prompt would be served now. Changes nothing."""
-        return self._num_hit_tokens(self.start(token_ids, namespace))
+        return self.lookup(self.start(token_ids, namespace))
+
+    def lookup(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
+        `allocate` that follows does not look again."""
+        return self._find(sequence).num_blocks * self.block_size
 
     @property
     def num_free_blocks(self) -> int:
@@ -224,6 +266,22 @@ class KVCacheManager:
         self._index.clear()
         return True
 
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make the content of these blocks, and all that extends it, unfindable. Running sequences keep their blocks
+        and go on, but nothing that builds on forgotten content is published again. Cost: O(tree)."""
+        blocks = set(block_ids)
+        for block in blocks:
+            if not 1 <= block <= self.num_blocks:
+                raise ValueError(f"block_ids: expected ids between 1 and {self.num_blocks}, got {block}")
+        self._index.forget(blocks)
+
+    def invalidate(self) -> None:
+        """The weights have changed: nothing cached so far is found again, whoever holds it. Running sequences go on
+        with the KV that they have and publish nothing; waiting and preempted ones find only what is computed anew."""
+        for sequence in self._index.holders:
+            sequence.publishes = False
+        self._index.forget(None)
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _find(self, sequence: Sequence) -> Hit:
@@ -236,17 +294,31 @@ class KVCacheManager:
         hit: Hit = sequence.hit
         return hit
 
-    def _num_hit_tokens(self, sequence: Sequence) -> int:
-        return self._find(sequence).num_blocks * self.block_size
-
     def _extend(self, sequence: Sequence, blocks: array[int]) -> None:
         try:
             sequence.block_table.extend(blocks)
         except BufferError:  # someone still looks at the old buffer; leave it to them
             sequence.block_table = sequence.block_table + blocks
 
+    def _is_tail_shared(self, sequence: Sequence) -> bool:
+        position, num_written = divmod(sequence.num_computed_tokens, self.block_size)
+        return bool(num_written) and self._index.is_shared(sequence.block_table[position])
+
+    def _unshare_tail(self, sequence: Sequence, missing: int) -> bool:
+        if missing + 1 > self._index.num_available:
+            return False
+        blocks = self._index.take(missing + 1)
+        position = sequence.num_computed_tokens // self.block_size
+        shared, own = sequence.block_table[position], blocks.pop()
+        # A new table, since someone may still look at the old one.
+        sequence.block_table = sequence.block_table[:position] + array("i", [own]) + blocks
+        self._index.leave(shared)
+        self._copies.append((shared, own))
+        return True
+
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
+        self._forked.discard(sequence)
         sequence.block_table = array("i")
         sequence.num_computed_tokens = 0
         sequence.num_indexed_blocks = 0

@@ -29,7 +29,7 @@ from anaphora.cache.index import Hit, require
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Set
 
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
@@ -96,6 +96,8 @@ class RadixIndex:
         self._num_evictable = 0
         self._duplicating: set[Sequence] = set()
         """Holders whose table differs from the tree somewhere on the path to their tail."""
+        self._extra_holders: dict[int, int] = {}
+        """Blocks outside the tree that several sequences hold: how many more than one."""
         self.holders: set[Sequence] = set()
         self.num_evicted_blocks = 0
         self.version = 0
@@ -169,11 +171,11 @@ class RadixIndex:
         """Unlock the path, leaf first; blocks of the table that the tree does not hold become blank."""
         self.version += 1
         self.holders.remove(sequence)
-        self._blank.extend(sequence.block_table[sequence.num_indexed_blocks :])
+        self._give_back(sequence.block_table[sequence.num_indexed_blocks :])
         if sequence in self._duplicating:
             self._duplicating.remove(sequence)
             for _, first, last in self._duplicated(sequence):
-                self._blank.extend(sequence.block_table[first:last])
+                self._give_back(sequence.block_table[first:last])
         tail: _Node = sequence.index_state
         sequence.index_state = None
         self._unlock(tail)
@@ -181,6 +183,16 @@ class RadixIndex:
             self._drop_if_empty(tail)
         if self._duplicating:
             self._settle_duplicates()
+
+    def _give_back(self, blocks: array[int]) -> None:
+        if not self._extra_holders:
+            self._blank.extend(blocks)
+            return
+        for block in blocks:
+            if block in self._extra_holders:
+                self.leave(block)
+            else:
+                self._blank.append(block)
 
     def _drop_if_empty(self, root: _Node) -> None:
         if isinstance(root, _Root) and not root.kids and not root.ref:
@@ -314,6 +326,9 @@ class RadixIndex:
     def _replace_blocks(self, node: _Node, blocks: array[int]) -> None:
         self._blank.extend(node.blocks)
         node.blocks = blocks
+        if self._extra_holders:
+            for block in blocks:
+                self._extra_holders.pop(block, None)
 
     def _duplicated(self, sequence: Sequence) -> Iterator[tuple[_Node, int, int]]:
         """Nodes on the path to the sequence's tail that hold other blocks than its table, with their range in it."""
@@ -342,6 +357,92 @@ class RadixIndex:
                 self._replace_blocks(node, sequence.block_table[first:last])
         self._duplicating = {s for s in self._duplicating if next(self._duplicated(s), None) is not None}
 
+    # -- sharing and forgetting ------------------------------------------------------------------------------------
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Lock the parent's tail once more; count one more holder for blocks outside the tree."""
+        self.version += 1
+        self.holders.add(child)
+        tail: _Node = parent.index_state
+        tail.ref += 1
+        child.index_state = tail
+        private = child.block_table[child.num_indexed_blocks :]
+        if parent in self._duplicating:
+            self._duplicating.add(child)
+            for _, first, last in self._duplicated(parent):
+                private.extend(parent.block_table[first:last])
+        for block in private:
+            self._extra_holders[block] = self._extra_holders.get(block, 0) + 1
+
+    def is_shared(self, block: int) -> bool:
+        """Whether several sequences hold a block outside the tree."""
+        return block in self._extra_holders
+
+    def leave(self, block: int) -> None:
+        """One holder less for a shared block."""
+        rest = self._extra_holders.pop(block) - 1
+        if rest:
+            self._extra_holders[block] = rest
+
+    def forget(self, blocks: Set[int] | None) -> None:
+        """Cut the tree above these blocks. What nobody holds becomes blank; the rest becomes its holders' own."""
+        self.version += 1
+        stack: list[_Node] = list(self._lanes.values())
+        while stack:
+            node = stack.pop()
+            for kid in list(node.kids.values()):
+                cut = next((i for i, block in enumerate(kid.blocks) if blocks is None or block in blocks), None)
+                if cut is None:
+                    stack.append(kid)
+                    continue
+                if cut:
+                    upper = self._split(kid, cut)
+                    if not kid.ref:  # nobody will lock the upper part, so it keeps the lower one's place
+                        self._take_place(upper, kid)
+                self._cut_off(kid)
+        for root in list(self._lanes.values()):
+            self._drop_if_empty(root)
+
+    def _take_place(self, upper: _Node, lower: _Node) -> None:
+        """Enter an unpinned upper part into the order of eviction right behind its lower part."""
+        self._num_evictable += len(upper.blocks)
+        order = list(self._evictable)
+        order.insert(order.index(lower) + 1, upper)
+        self._evictable = OrderedDict.fromkeys(order)
+
+    def _cut_off(self, top: _Node) -> None:
+        parent = top.parent
+        assert parent is not None
+        cut_off: set[_Node] = set()
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            cut_off.add(node)
+            stack.extend(node.kids.values())
+            if not node.ref:
+                del self._evictable[node]
+                self._num_evictable -= len(node.blocks)
+                self._blank.extend(node.blocks)
+        for sequence in self.holders:
+            node, last = sequence.index_state, sequence.num_indexed_blocks
+            if node not in cut_off:
+                continue
+            while node in cut_off:
+                first = last - len(node.blocks)
+                if sequence.block_table[first:last] == node.blocks:
+                    for block in node.blocks:
+                        self._extra_holders[block] = self._extra_holders.get(block, -1) + 1
+                node, last = node.parent, first
+            sequence.publishes = False
+            sequence.num_indexed_blocks = last
+            sequence.index_state = parent
+            parent.ref += 1
+        self._extra_holders = {block: extra for block, extra in self._extra_holders.items() if extra}
+        del parent.kids[top.label]
+        if top.ref:
+            self._unlock(parent)
+        self._duplicating = {s for s in self._duplicating if next(self._duplicated(s), None) is not None}
+
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -364,6 +465,7 @@ class RadixIndex:
 
         claim(self._blank, "blank")
         num_tails: dict[_Node, int] = {}
+        num_private: dict[int, int] = {}
         for sequence in self.holders:
             tail: _Node = sequence.index_state
             num_tails[tail] = num_tails.get(tail, 0) + 1
@@ -375,9 +477,12 @@ class RadixIndex:
             require(sequence.tokens.startswith(spelled), "a path spells other tokens than its sequence")
             duplicated = list(self._duplicated(sequence))
             require(not duplicated or sequence in self._duplicating, "a duplicate is not on record")
-            claim(sequence.block_table[sequence.num_indexed_blocks :], "private")
-            for _, first, last in duplicated:
-                claim(sequence.block_table[first:last], "a private duplicate")
+            for first, last in [(sequence.num_indexed_blocks, None), *((f, e) for _, f, e in duplicated)]:
+                for block in sequence.block_table[first:last]:
+                    num_private[block] = num_private.get(block, 0) + 1
+        claim(num_private, "private")
+        extra = {block: num - 1 for block, num in num_private.items() if num > 1}
+        require(extra == self._extra_holders, "the counts of holders are wrong")
         place = {node: i for i, node in enumerate(self._evictable)}
         num_evictable = 0
         for root in self._lanes.values():

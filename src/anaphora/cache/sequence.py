@@ -36,6 +36,7 @@ class Sequence:
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_tokens",
+        "publishes",
         "read_cache",
         "state",
         "tokens",
@@ -56,6 +57,8 @@ class Sequence:
         self.namespace = namespace
         self.read_cache = read_cache
         self.write_cache = write_cache
+        self.publishes = write_cache
+        """Whether what it commits becomes findable: as asked, until something that it builds on has been forgotten."""
         self.state: State = "waiting"
         self.was_admitted = False
         self.block_table: array[int] = array("i")
