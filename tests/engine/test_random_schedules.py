@@ -88,7 +88,7 @@ def test_every_request_gives_what_it_gives_alone(
         if outcome.finish_reason == "length":
             assert outcome.token_ids == alone
         else:
-            assert outcome.finish_reason in {"abort", "error"}
+            assert (outcome.finish_reason, outcome.error) in {("abort", None), ("error", "RuntimeError: flaky")}
             assert outcome.token_ids == alone[: len(outcome.token_ids)]
         if not submitted.read_cache:
             assert outcome.num_cached_tokens == 0

@@ -80,7 +80,7 @@ class Engine:
     clock: returns seconds.
 
     Raises:
-        ValueError: a limit below 1, or a block size that the executor does not support.
+        ValueError: a limit below 1, a block size that the executor does not support, or several layer groups.
     """
 
     def __init__(
@@ -98,6 +98,10 @@ class Engine:
     ) -> None:
         if manager.block_size not in executor.block_sizes:
             raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
+        if len(executor.layer_groups) != 1:
+            raise ValueError(
+                f"executor: it has {len(executor.layer_groups)} layer groups; the manager keeps tables for 1"
+            )
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context: {max_context} is not allowed; it must be at least 1")
         self.max_context = min(executor.max_context, max_context or executor.max_context)
@@ -241,38 +245,42 @@ class Engine:
             rows = self._execute(scheduled)
         except Exception as error:
             return [self._end_early(span.live, "error", _describe(error)) for span in scheduled]
-        started = self._clock()
-        for live, _, num_tokens in scheduled:
-            self._manager.commit(live.sequence, num_tokens)
-        self._stats.manager_s += self._clock() - started
         for live, start, num_tokens in scheduled:
             self._stats.computed_prompt_tokens += max(0, min(start + num_tokens, live.num_prompt_tokens) - start)
-
-        advanced = [(live, self._advance(live, row)) for live, row in rows]
-        started = self._clock()
-        for live, delta in advanced:
-            if delta.finish_reason is None:
-                self._manager.append(live.sequence, delta.token_ids)
+        # Before anything is committed: KV that gives no usable logits must not be shared.
+        deltas = [
+            None if row is None else self._advance(live, row) for (live, _, _), row in zip(scheduled, rows, strict=True)
+        ]
+        manager, started = self._manager, self._clock()
+        for (live, _, num_tokens), delta in zip(scheduled, deltas, strict=True):
+            if delta is None:
+                manager.commit(live.sequence, num_tokens)
+            elif delta.finish_reason is None:
+                manager.commit(live.sequence, num_tokens)
+                manager.append(live.sequence, delta.token_ids)
             else:
+                if delta.finish_reason != "error":
+                    manager.commit(live.sequence, num_tokens)
                 self._end(live, delta.finish_reason)
         self._stats.manager_s += self._clock() - started
-        return [delta for _, delta in advanced]
+        return [delta for delta in deltas if delta is not None]
 
-    def _execute(self, scheduled: list[ScheduledSpan]) -> list[tuple[LiveRequest, NDArray[np.float32]]]:
-        """Compute the spans; return the requests that may draw a token, each with its logits, float32 [vocab_size]."""
+    def _execute(self, scheduled: list[ScheduledSpan]) -> list[NDArray[np.float32] | None]:
+        """Compute the spans; return the logits of those that are complete, float32 [vocab_size], None for the others.
+
+        Raises whatever the executor does.
+        """
         batch = Batch([_to_span(span) for span in scheduled])
         started = self._clock()
         try:
             logits = self._executor.execute(batch).logits
         finally:
             self._stats.execute_s += self._clock() - started
-        rows: list[tuple[LiveRequest, NDArray[np.float32]]] = []
-        for span, of_span in zip(scheduled, logits, strict=True):
-            if not span.is_complete:
-                continue
-            if of_span is None or len(of_span) != 1:
-                raise RuntimeError("the executor did not return the one row of logits that it was asked for")
-            rows.append((span.live, of_span[0]))
+        rows: list[NDArray[np.float32] | None] = []
+        for span, of_span in zip(batch.spans, logits, strict=True):
+            if span.num_logits != (0 if of_span is None else len(of_span)):
+                raise RuntimeError("the executor did not return as many rows of logits as it was asked for")
+            rows.append(None if of_span is None else of_span[0])
         return rows
 
     def _advance(self, live: LiveRequest, logits: NDArray[np.float32]) -> Delta:
@@ -292,12 +300,14 @@ class Engine:
         )
 
     def _refuse_oldest(self) -> Delta:
-        """Nothing runs and the next request gets no slots: someone else holds blocks, and waiting would be for ever."""
+        """Even the oldest gets no slots, with nothing else running: someone else holds blocks, so waiting has no end."""
+        scheduler, manager = self._scheduler, self._manager
+        oldest = scheduler.running[0] if scheduler.running else scheduler.waiting.peek()
         return self._end_early(
-            self._scheduler.waiting.peek(),
+            oldest,
             "error",
-            f"KV blocks: only {self._manager.num_free_blocks} of {self._manager.num_blocks} can be had, "
-            "though no request is running",
+            f"KV blocks: only {manager.num_free_blocks} of {manager.num_blocks} can be had, "
+            "though no other request runs",
         )
 
     def _end_early(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> Delta:

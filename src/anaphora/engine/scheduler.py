@@ -74,8 +74,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSpan]:
         """Choose the next step's spans and allocate their slots. Every span has at least one token.
 
-        Empty although requests wait: the oldest of them does not fit a pool in which nothing runs, so the blocks are
-        held by someone else.
+        Empty although there are requests: not even the oldest gets slots, so someone else holds blocks.
         """
         scheduled: list[ScheduledSpan] = []
         budget = self._max_num_batched_tokens
