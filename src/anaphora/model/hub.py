@@ -103,7 +103,10 @@ class _Download:
                 response.raise_for_status()
                 self._save(file, response)
         except httpx.HTTPStatusError as error:
-            raise ModelError(f"{self._name}: {error.response.status_code} for {self._url}/{file}") from None
+            status = error.response.status_code
+            raise ModelError(
+                f"{self._name}: the hub answered HTTP {status} to {self._url}/{file}. {_advice(self._name)}"
+            ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ModelError(f"{self._name}: no answer from {self._url}: {error}. {_advice(self._name)}") from None
         return True
