@@ -300,7 +300,7 @@ class Engine:
         )
 
     def _refuse_oldest(self) -> Delta:
-        """Even the oldest gets no slots, with nothing else running: someone else holds blocks, so waiting has no end."""
+        """Even the oldest gets no slots, with nothing else running: others hold the blocks, so waiting has no end."""
         scheduler, manager = self._scheduler, self._manager
         oldest = scheduler.running[0] if scheduler.running else scheduler.waiting.peek()
         return self._end_early(
