@@ -124,6 +124,16 @@ class Engine:
         executor.allocate_kv(manager.num_blocks, manager.block_size)
 
     @property
+    def executor(self) -> Executor:
+        """What computes: to be measured on its own, between steps and on their thread."""
+        return self._executor
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """What keeps the blocks: to be looked at, or measured on its own, between steps and on their thread."""
+        return self._manager
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is live, so that `step` has something to do."""
         return bool(self._live)
@@ -280,7 +290,7 @@ class Engine:
         for span, of_span in zip(batch.spans, logits, strict=True):
             if span.num_logits != (0 if of_span is None else len(of_span)):
                 raise RuntimeError("the executor did not return as many rows of logits as it was asked for")
-            rows.append(None if of_span is None else of_span[0])
+            rows.append(None if of_span is None or len(of_span) == 0 else of_span[0])
         return rows
 
     def _advance(self, live: LiveRequest, logits: NDArray[np.float32]) -> Delta:
