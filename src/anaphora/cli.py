@@ -1,0 +1,181 @@
+"""The command line: one thin command a job. Each imports what it needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from anaphora.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anaphora.engine.build import EngineOptions
+
+_MAX_PORT = 65_535
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", re.IGNORECASE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code: 0, 1 for a failure that was explained, 2 for wrong usage, 130 for Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "anaphora":
+            raise
+        return _fail(f"{args.command} needs {error.name}, which is not installed: pip install 'anaphora[serve]'")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="anaphora", description="Automatic prefix caching for LLM inference.")
+    parser.add_argument("--version", action="version", version=f"anaphora {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API"))
+    _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_serve)
+    _add_model(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
+    _add_engine(parser)
+    parser.add_argument(
+        "--body-limit", type=_size, default=8 * 2**20, metavar="SIZE", help="longest request body (default: 8MiB)"
+    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
+    parser.add_argument("--demo", action="store_true", help="hold a short conversation first, and show what was reused")
+    parser.add_argument("--exit-after-demo", action="store_true", help="stop after the demo; needs --demo")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_bench)
+    _add_model(parser)
+    _add_engine(parser)
+    parser.add_argument("--url", help="measure this server, say http://127.0.0.1:8000, and no engine of our own")
+    parser.add_argument("--prefix-tokens", type=_positive, nargs="+", default=[1000, 4000], metavar="N",
+                        help="lengths of the shared prefix (default: 1000 4000)")  # fmt: skip
+    parser.add_argument(
+        "--suffix-tokens", type=_positive, default=20, metavar="N", help="what follows it (default: 20)"
+    )
+    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="cold runs a length (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a .gguf file, a folder in Hugging Face's form, or ORG/NAME of the hub (default: SmolLM2-135M-Instruct)",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Options of `build_engine`, by its names; what is left out is its default."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--kv-memory", type=_size, metavar="SIZE", help="for the KV pool (default: 1GiB, at most half of what is free)"
+    )
+    engine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="requests in a step (default: 64)")
+    engine.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in a step (default: 512)")
+    engine.add_argument("--max-context", type=_positive, metavar="N", help="longest sequence (default: the model's)")
+    engine.add_argument("--index", choices=["radix", "hash"], help="how prefixes are found (default: radix)")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.exit_after_demo and not args.demo:
+        return _fail("--exit-after-demo needs --demo", code=2)
+    from anaphora.model import ModelError
+    from anaphora.server.loading import OptionError
+    from anaphora.server.run import ListenError
+    from anaphora.server.serve import ServeOptions, serve
+
+    options = ServeOptions(
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        engine=_engine_options(args),
+        body_limit_bytes=args.body_limit,
+        uses_cache=not args.no_prefix_caching,
+        has_demo=args.demo,
+        exits_after_demo=args.exit_after_demo,
+    )
+    try:
+        return serve(options)
+    except (ModelError, ListenError, OptionError) as error:
+        return _fail(str(error))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from anaphora.engine.request import RequestError
+    from anaphora.model import ModelError
+    from anaphora.server.bench import Plan, run_bench
+    from anaphora.server.bench_targets import EngineTarget, ServerTarget
+    from anaphora.server.client import ServerError, TimingClient
+    from anaphora.server.loading import OptionError, load_engine
+
+    plan = Plan(prefix_tokens=tuple(args.prefix_tokens), suffix_tokens=args.suffix_tokens, repeats=args.repeats)
+    try:
+        if args.url:
+            with TimingClient(args.url) as client:
+                result = run_bench(ServerTarget(client, args.url), plan, _note)
+        else:
+            _note("loading the model")
+            model, engine = load_engine(args.model, _engine_options(args))
+            result = run_bench(EngineTarget(engine, model.name), plan, _note)
+    except (ModelError, OptionError, RequestError, ServerError) as error:
+        return _fail(str(error))
+    print(result.to_json() if args.json else result.to_table())
+    return 0
+
+
+def _engine_options(args: argparse.Namespace) -> EngineOptions:
+    given = {
+        "kv_memory_bytes": args.kv_memory,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_context": args.max_context,
+        "index": args.index,
+    }
+    options: EngineOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
+    return options
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected bytes, or a size like 512MiB or 1.5GiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"expected 0 to {_MAX_PORT}, got {text!r}")
+    return int(text)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _fail(message: str, code: int = 1) -> int:
+    _note(f"anaphora: {message}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

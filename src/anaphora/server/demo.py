@@ -1,0 +1,58 @@
+"""The first-run demo: a conversation over a long system prompt, so that one can watch its prefix being reused."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from anaphora.server.demo_text import HANDBOOK, QUESTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anaphora.server.client import TimedAnswer, TimingClient
+
+_MAX_ANSWER_TOKENS = 32
+_ANSWER_WIDTH = 100
+_HEAD = f"{'turn':>4}  {'prompt tokens':>13}  {'cached tokens':>13}  {'TTFT ms':>8}  question and answer"
+_INDENT = " " * (_HEAD.index("question"))
+
+
+def run_demo(client: TimingClient, model: str, say: Callable[[str], None] = print) -> list[TimedAnswer]:
+    """Hold the conversation through the API, as any client would; say a line of a table a turn, then what was saved.
+
+    Raises:
+        ServerError: the server refused a turn, or went away.
+    """
+    say(f"A conversation of {len(QUESTIONS)} turns over one long system prompt, the handbook of an observatory:\n")
+    say(_HEAD)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": HANDBOOK}]
+    answers: list[TimedAnswer] = []
+    for turn, question in enumerate(QUESTIONS, 1):
+        messages.append({"role": "user", "content": question})
+        answer = client.stream(
+            "/v1/chat/completions",
+            {"model": model, "messages": messages, "temperature": 0, "max_tokens": _MAX_ANSWER_TOKENS},
+        )
+        messages.append({"role": "assistant", "content": answer.text})
+        answers.append(answer)
+        say(
+            f"{turn:>4}  {answer.prompt_tokens:>13,}  {answer.cached_tokens or 0:>13,}  {1000 * answer.ttft_s:>8,.0f}  "
+            f"{question}"
+        )
+        say(_INDENT + textwrap.shorten(f"> {answer.text}", _ANSWER_WIDTH, placeholder=" ..."))
+    say("\n" + _summary(answers))
+    return answers
+
+
+def _summary(answers: list[TimedAnswer]) -> str:
+    num_prompt = sum(answer.prompt_tokens for answer in answers)
+    num_cached = sum(answer.cached_tokens or 0 for answer in answers)
+    first_s = answers[0].ttft_s
+    later_s = statistics.median(answer.ttft_s for answer in answers[1:])
+    return (
+        f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens ({100 * num_cached / num_prompt:.0f} %) were not computed "
+        f"again; the first token came after {1000 * first_s:,.0f} ms in turn 1 and {1000 * later_s:,.0f} ms (median) later, "
+        f"{first_s / later_s:.1f} times sooner."
+    )

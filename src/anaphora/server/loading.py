@@ -1,0 +1,32 @@
+"""From a model's reference and options to an engine, as the command line's jobs need it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anaphora.engine.build import build_engine
+from anaphora.model import load_model
+from anaphora.model.progress import PrintedProgress
+
+if TYPE_CHECKING:
+    from anaphora.engine.build import EngineOptions
+    from anaphora.engine.loop import Engine
+    from anaphora.model import Model
+
+
+class OptionError(Exception):
+    """An engine cannot be built with these options; the message names the one at fault and what is allowed."""
+
+
+def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]:
+    """Load a model (None: the default one), with progress on stderr, and build its engine.
+
+    Raises:
+        ModelError: the model cannot be fetched, read or run.
+        OptionError: see there.
+    """
+    model = load_model(ref, PrintedProgress())
+    try:
+        return model, build_engine(model, **options)
+    except ValueError as error:
+        raise OptionError(str(error)) from None

@@ -1,0 +1,137 @@
+"""The job `anaphora serve`: from a model's name to a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from anaphora.engine.build import EngineOptions
+from anaphora.engine.service import EngineService
+from anaphora.server.app import OpenAIServer
+from anaphora.server.body import DEFAULT_LIMIT_BYTES
+from anaphora.server.client import ServerError, TimingClient
+from anaphora.server.demo import run_demo
+from anaphora.server.loading import load_engine
+from anaphora.server.run import Server, bind, url_of
+from anaphora.server.served_model import ServedModel
+from anaphora.version import __version__
+
+if TYPE_CHECKING:
+    from anaphora.engine.loop import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What to serve, and how.
+
+    model: as `load_model` takes it, None for the default model. engine: as `build_engine` takes it.
+    uses_cache: whether requests read and write the prefix cache.
+    has_demo: hold a scripted conversation once the server is up; exits_after_demo: and stop after it.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    body_limit_bytes: int = DEFAULT_LIMIT_BYTES
+    uses_cache: bool = True
+    has_demo: bool = False
+    exits_after_demo: bool = False
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until a signal; return the exit code, 1 if a demo failed that was to be the end.
+
+    Raises:
+        ListenError: the address cannot be listened on.
+        ModelError: the model cannot be fetched, read or run.
+        OptionError: the engine cannot be built with these options.
+    """
+    started = time.monotonic()
+    sock = bind(options.host, options.port)  # before anything slow
+    with sock:
+        url = url_of(sock)
+        model, engine = load_engine(options.model, options.engine)
+        served = ServedModel(
+            name=model.name,
+            revision=model.revision,
+            max_context=engine.max_context,
+            max_request_tokens=engine.max_request_tokens,
+            tokenizer=model.tokenizer,
+            chat_template=model.chat_template,
+            created=int(time.time()),
+        )
+        del model  # the executor has what it needs of the weights
+        api = OpenAIServer(
+            EngineService(engine), served, body_limit_bytes=options.body_limit_bytes, uses_cache=options.uses_cache
+        )
+        demo = _Demo(url, served.name, exits=options.exits_after_demo)
+
+        def on_started() -> None:
+            _say(_banner(url, served, engine, time.monotonic() - started))
+            if options.has_demo:
+                demo.start(server)
+
+        server = Server(api, on_started=on_started)
+        server.run(sockets=[sock])
+    _say("\nStopped.")
+    return int(demo.has_failed and options.exits_after_demo)
+
+
+class _Demo:
+    """The scripted conversation, on a thread of its own beside the server."""
+
+    def __init__(self, url: str, model: str, *, exits: bool) -> None:
+        self._url = url
+        self._model = model
+        self._exits = exits
+        self.has_failed = False
+
+    def start(self, server: Server) -> None:
+        threading.Thread(target=self._run, args=(server,), name="anaphora-demo", daemon=True).start()
+
+    def _run(self, server: Server) -> None:
+        try:
+            with TimingClient(self._url) as client:
+                run_demo(client, self._model, _say)
+            if not self._exits:
+                _say(f"\nThe server is yours: {self._url}/v1 (Ctrl-C stops it)")
+        except ServerError as error:
+            self.has_failed = True
+            if not server.should_exit:  # else it was cut short by the end of the server
+                print(f"The demo could not go on: {error}", file=sys.stderr, flush=True)
+        finally:
+            if self._exits:
+                server.stop()
+
+
+def _banner(url: str, model: ServedModel, engine: Engine, seconds: float) -> str:
+    num_pool_tokens = engine.manager.num_blocks * engine.manager.block_size
+    asks_chat = model.chat_template is not None
+    path = "chat/completions" if asks_chat else "completions"
+    asked = '"messages": [{"role": "user", "content": "Say hello."}]' if asks_chat else '"prompt": "Once upon a time"'
+    call = "chat.completions" if asks_chat else "completions"
+    return f"""\
+Anaphora {__version__}: {model.name} at {url}/v1, ready after {seconds:.1f} s
+Context {model.max_context:,} tokens; KV pool {num_pool_tokens:,} tokens. Ctrl-C stops it.
+
+  curl {url}/v1/{path} -H 'content-type: application/json' \\
+    -d '{{"model": "{model.name}", {asked}}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  answer = client.{call}.create(model="{model.name}", {_as_python(asked)})
+  print(answer.choices[0], answer.usage.prompt_tokens_details)
+"""
+
+
+def _as_python(field_and_value: str) -> str:
+    name, value = field_and_value.split(": ", 1)
+    return f"{name.strip(chr(34))}={value}"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
