@@ -23,7 +23,7 @@ NUM_OUTPUT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured: `repeats` times, for each length of prefix, a cold run and a few warm ones with new suffixes."""
+    """For each length of prefix, `repeats` times: a cold run, then a few warm ones with new suffixes."""
 
     prefix_tokens: tuple[int, ...] = (1000, 4000)
     suffix_tokens: int = 20

@@ -52,7 +52,7 @@ def _summary(answers: list[TimedAnswer]) -> str:
     first_s = answers[0].ttft_s
     later_s = statistics.median(answer.ttft_s for answer in answers[1:])
     return (
-        f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens ({100 * num_cached / num_prompt:.0f} %) were not computed "
-        f"again; the first token came after {1000 * first_s:,.0f} ms in turn 1 and {1000 * later_s:,.0f} ms (median) later, "
-        f"{first_s / later_s:.1f} times sooner."
+        f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens ({100 * num_cached / num_prompt:.0f} %) were not "
+        f"computed again. The first token came after {1000 * first_s:,.0f} ms in turn 1, "
+        f"after {1000 * later_s:,.0f} ms (median) from then on: {first_s / later_s:.1f} times sooner."
     )
