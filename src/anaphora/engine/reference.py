@@ -1,0 +1,298 @@
+"""ReferenceExecutor: a Llama-layout model in numpy, float32; short, obvious and batch-invariant.
+
+The oracle of the faster executors, and itself fast enough to serve a small model. A row of logits is the same bits
+however its sequence was cut into spans, wherever its KV lies and whatever else is in the batch, because everything
+here is row-wise with an order of operations of its own: products by `InvariantProduct`, attention by key tiles at fixed
+positions, the rest per element or along one row. docs/exactness.md explains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from anaphora.engine.executor import LayerGroup, Output
+from anaphora.engine.invariant_math import InvariantProduct, rms_norm, silu
+from anaphora.engine.kv_pages import KVPages
+from anaphora.engine.tiled_attention import KEY_TILE, KeyTile, attend, plan_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from anaphora.engine.executor import Batch, Span
+    from anaphora.model import LayerWeights, ModelShape, Weights
+
+    Array: TypeAlias = NDArray[np.float32]
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+ATTENTION_ROW_COUNTS = (8,)
+"""8 rows already run at full speed on operands as small as a key tile."""
+
+HEAD_COLUMNS = 8192
+"""Vocabulary entries per product of the output head, so that checking the product does not take the whole of it."""
+
+HEAD_ROW_COUNTS = (8, 16, 32, 64)
+
+
+class ReferenceExecutor:
+    """Implements `anaphora.engine.executor.Executor` for every architecture that `anaphora.model` loads.
+
+    It copies the layers' weights into the arrangement of its products, so the caller may drop `weights`; embedding and
+    output are used in place. Construction takes time proportional to the weights (0.3 s for 135 M) and settles the row
+    counts of the products (see `InvariantProduct`) for the present number of BLAS threads, which must not change later.
+    """
+
+    def __init__(self, shape: ModelShape, weights: Weights) -> None:
+        self._shape = shape
+        self._embedding = weights.embedding
+        self._layers = [_Layer.arrange(layer) for layer in weights.layers]
+        self._final_norm = weights.final_norm
+        output = np.require(weights.output, np.float32, ["C", "A"])
+        self._head = [output[row : row + HEAD_COLUMNS].T for row in range(0, shape.vocab_size, HEAD_COLUMNS)]
+        angles = np.arange(shape.max_context)[:, None, None] * shape.inverse_frequencies()
+        self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self._pages: KVPages | None = None
+
+        first = self._layers[0]
+        self._layer_product = InvariantProduct([first.qkv, first.o, first.gate_up, first.down])
+        self._head_product = InvariantProduct([self._head[0], self._head[-1]], HEAD_ROW_COUNTS)
+        tile = np.random.default_rng(0).standard_normal((shape.head_dim, KEY_TILE), np.float32)
+        self._attention_product = InvariantProduct([tile, np.ascontiguousarray(tile.T)], ATTENTION_ROW_COUNTS)
+        self._numerics_id = self._describe_numerics()
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """16 to 128 tokens; the bits are the same with each."""
+        return BLOCK_SIZES
+
+    @property
+    def numerics_id(self) -> str:
+        """dtype, row counts of the layers', the head's and the attention's products, key tile, BLAS, and a digest.
+
+        The digest is of bits that this BLAS gives on this CPU and number of threads for this model's weights.
+        """
+        return self._numerics_id
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """All layers in one group with full tables; a sliding window is a matter of masks."""
+        shape = self._shape
+        kv_bytes = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * np.dtype(np.float32).itemsize
+        return (LayerGroup(tuple(range(shape.num_layers)), kv_bytes),)
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._shape.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence, in tokens."""
+        return self._shape.max_context
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make zeroed pages for blocks 0 .. num_blocks, in place of any earlier ones.
+
+        Raises:
+            ValueError: num_blocks below 1, or a block size that is not in `block_sizes`.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: {num_blocks} is not allowed; it must be at least 1")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: {block_size} is not allowed; it must be one of {BLOCK_SIZES}")
+        shape = self._shape
+        self._pages = KVPages(shape.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, block_size)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to), in every layer, as if all were read before any is written.
+
+        Raises:
+            ValueError: a block that does not exist, or the null block as the target.
+            RuntimeError: there are no pages yet.
+        """
+        self._allocated_pages().copy(pairs)
+
+    def execute(self, batch: Batch) -> Output:
+        """Compute the spans, write their KV and return the logits asked for.
+
+        `batch.shared` is not made use of. Nothing is written if the batch is refused.
+
+        Raises:
+            ValueError: a span that cannot be computed; the message names its index and field.
+            RuntimeError: there are no pages yet.
+        """
+        pages = self._allocated_pages()
+        for index, span in enumerate(batch.spans):
+            self._validate(f"spans[{index}]", span, pages)
+        if not batch.spans:
+            return Output([])
+        sequences, num_rows = [], 0
+        for span in batch.spans:
+            sequences.append(_Sequence.of(span, num_rows, pages.block_size, self._shape.sliding_window))
+            num_rows += len(span.tokens)
+        # silu overflows on the way to 0; sums of numbers that a broken model made too large may do so anywhere.
+        with np.errstate(over="ignore", invalid="ignore"):
+            hidden = self._forward(np.concatenate([span.tokens for span in batch.spans]), sequences, pages)
+            return Output(self._logits(hidden, batch.spans, sequences))
+
+    def _forward(self, tokens: NDArray[np.int32], sequences: list[_Sequence], pages: KVPages) -> Array:
+        shape, product = self._shape, self._layer_product
+        num_rows, num_kv_heads = len(tokens), shape.num_kv_heads
+        slots = np.concatenate([sequence.slots for sequence in sequences])
+        positions = np.concatenate([sequence.positions for sequence in sequences])
+        cosines, sines = self._cosines[positions], self._sines[positions]
+        scale = np.float32(shape.head_dim**-0.5)
+        hidden = self._embedding[tokens]
+        for number, layer in enumerate(self._layers):
+            qkv = product(rms_norm(hidden, layer.attention_norm, shape.rms_norm_eps), layer.qkv)
+            if layer.qkv_bias is not None:
+                qkv += layer.qkv_bias
+            heads = qkv.reshape(num_rows, -1, shape.head_dim)
+            queries, keys, values = np.split(heads, [shape.num_heads, shape.num_heads + num_kv_heads], axis=1)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                queries = rms_norm(queries, layer.q_norm, shape.rms_norm_eps)
+                keys = rms_norm(keys, layer.k_norm, shape.rms_norm_eps)
+            queries = _rotate(queries, cosines, sines)
+            queries *= scale
+            pages.write(number, slots, _rotate(keys, cosines, sines), values)
+            attended = np.empty_like(queries)
+            for sequence in sequences:
+                attended[sequence.rows] = attend(
+                    queries[sequence.rows], pages, number, sequence.tiles, self._attention_product
+                )
+            hidden += product(attended.reshape(num_rows, -1), layer.o)
+
+            gate_up = product(rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps), layer.gate_up)
+            gate, up = np.split(gate_up, 2, axis=1)
+            activated = silu(gate)
+            activated *= up
+            hidden += product(activated, layer.down)
+        return hidden
+
+    def _logits(self, hidden: Array, spans: list[Span], sequences: list[_Sequence]) -> list[Array | None]:
+        wanted = [
+            hidden[sequence.rows.stop - span.num_logits : sequence.rows.stop]
+            for span, sequence in zip(spans, sequences, strict=True)
+        ]
+        rows = rms_norm(np.concatenate(wanted), self._final_norm, self._shape.rms_norm_eps)
+        logits = np.concatenate([self._head_product(rows, columns) for columns in self._head], axis=1)
+        ends = np.cumsum([span.num_logits for span in spans])
+        return [
+            logits[end - span.num_logits : end] if span.num_logits else None
+            for span, end in zip(spans, ends.tolist(), strict=True)
+        ]
+
+    def _allocated_pages(self) -> KVPages:
+        if self._pages is None:
+            raise RuntimeError("there are no KV pages yet; call allocate_kv first")
+        return self._pages
+
+    def _validate(self, name: str, span: Span, pages: KVPages) -> None:
+        tokens, shape = span.tokens, self._shape
+        if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype == np.int32 and len(tokens)):
+            raise ValueError(f"{name}.tokens: expected int32 [n] with n >= 1")
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if lowest < 0 or highest >= shape.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"{name}.tokens: id {wrong} is not allowed; ids are 0 .. {shape.vocab_size - 1}")
+        end = span.start + len(tokens)
+        if span.start < 0 or end > shape.max_context:
+            raise ValueError(
+                f"{name}.start: positions {span.start} .. {end - 1} are not allowed; "
+                f"this model's are 0 .. {shape.max_context - 1}"
+            )
+        if not 0 <= span.num_logits <= len(tokens):
+            raise ValueError(f"{name}.num_logits: {span.num_logits} is not allowed; it must be 0 .. {len(tokens)}")
+        if span.adapter is not None:
+            raise ValueError(f"{name}.adapter: {span.adapter!r} is not allowed; this executor runs no adapters")
+        if len(span.block_tables) != 1:
+            raise ValueError(f"{name}.block_tables: expected 1 table (one layer group), got {len(span.block_tables)}")
+        num_needed = -(-end // pages.block_size)
+        table = span.block_tables[0]
+        if len(table) < num_needed:
+            raise ValueError(
+                f"{name}.block_tables[0]: {end} tokens need {num_needed} blocks of {pages.block_size}, got {len(table)}"
+            )
+        needed = table[:num_needed]
+        if min(needed) < 1 or max(needed) > pages.num_blocks:
+            wrong = min(needed) if min(needed) < 1 else max(needed)
+            raise ValueError(f"{name}.block_tables[0]: block {wrong} is not allowed; ids are 1 .. {pages.num_blocks}")
+
+    def _describe_numerics(self) -> str:
+        blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+        products = (self._layer_product, self._head_product, self._attention_product)
+        digest = hashlib.blake2b(digest_size=6)
+        for product in products:
+            digest.update(product.fingerprint.encode())
+        digest.update(np.exp(np.linspace(-20, 0, KEY_TILE, dtype=np.float32)).tobytes())
+        rows = "/".join("+".join(map(str, product.row_counts)) for product in products)
+        return f"reference-float32-rows{rows}-keys{KEY_TILE}-{blas['name']}-{blas['version']}-{digest.hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights as its products take them: [inputs, outputs], what reads the same rows fused."""
+
+    attention_norm: Array
+    qkv: Array
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    o: Array
+    mlp_norm: Array
+    gate_up: Array
+    down: Array
+
+    @classmethod
+    def arrange(cls, layer: LayerWeights) -> _Layer:
+        biases = [bias for bias in (layer.q_bias, layer.k_bias, layer.v_bias) if bias is not None]
+        return cls(
+            attention_norm=layer.attention_norm,
+            qkv=_transposed(layer.q, layer.k, layer.v),
+            qkv_bias=np.concatenate(biases) if biases else None,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            o=_transposed(layer.o),
+            mlp_norm=layer.mlp_norm,
+            gate_up=_transposed(layer.gate, layer.up),
+            down=_transposed(layer.down),
+        )
+
+
+def _transposed(*matrices: Array) -> Array:
+    return np.ascontiguousarray(np.concatenate(matrices).T)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A span as the layers see it: its rows of the batch, their positions and slots, the key tiles that they meet."""
+
+    rows: slice
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    tiles: list[KeyTile]
+
+    @classmethod
+    def of(cls, span: Span, first_row: int, block_size: int, window: int | None) -> _Sequence:
+        num_tokens = len(span.tokens)
+        end = span.start + num_tokens
+        table = np.array(span.block_tables[0][: -(-end // block_size)], np.int64)
+        positions = np.arange(span.start, end)
+        return cls(
+            rows=slice(first_row, first_row + num_tokens),
+            positions=positions,
+            slots=table[positions // block_size] * block_size + positions % block_size,
+            tiles=plan_tiles(span.start, num_tokens, table, block_size, window),
+        )
+
+
+def _rotate(heads: Array, cosines: Array, sines: Array) -> Array:
+    """Turn heads [n, heads, head_dim] by their positions' angles [n, 1, head_dim / 2] (RoPE, Su et al. 2021)."""
+    left, right = np.split(heads, 2, axis=-1)
+    return np.concatenate([left * cosines - right * sines, right * cosines + left * sines], axis=-1)
