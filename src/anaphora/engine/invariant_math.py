@@ -150,7 +150,8 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     numpy adds along a contiguous last axis in an order that depends on its length alone.
     """
     mean_square = np.square(x).mean(axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+    scaled: Array = x / np.sqrt(mean_square + np.float32(epsilon))
+    return scaled * weight
 
 
 def silu(x: Array) -> Array:
