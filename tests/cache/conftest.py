@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,7 +23,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., KVCacheManager]:
 
 
 def admit(
-    manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: bool
+    manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: Any
 ) -> Sequence:
     """Start a sequence and compute all of its prompt; it must fit."""
     sequence = manager.start(list(tokens), namespace or Namespace(), **options)
@@ -33,7 +33,7 @@ def admit(
     return sequence
 
 
-def run(manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: bool) -> int:
+def run(manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: Any) -> int:
     """Admit, compute, finish; return how many tokens were cached."""
     sequence = admit(manager, tokens, namespace, **options)
     manager.finish(sequence)

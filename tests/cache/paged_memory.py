@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from anaphora import KVCacheManager, Namespace, Sequence
+from anaphora.cache.hash_index import HashIndex
+from anaphora.cache.radix_index import RadixIndex
 from anaphora.tokens import TOKEN_BYTES
 
 Content = tuple[Namespace, bytes]
@@ -43,10 +45,14 @@ class PagedMemory:
 def fingerprint(manager: KVCacheManager) -> object:
     """Everything that a refused or read-only call must leave as it was, the order of eviction included."""
     index = manager._index
-    order = [
-        [(tuple(node.blocks), bytes(node.key)) for node in index._evictable] if hasattr(index, "_evictable") else None,
-        list(index._blank) if hasattr(index, "_blank") else list(index._free),
-        list(index._content) if hasattr(index, "_content") else None,
-    ]
+    if isinstance(index, RadixIndex):
+        order: object = [
+            [(tuple(node.blocks), bytes(node.key)) for node in index._tree.evictable],
+            list(index._blank),
+            sorted((tuple(node.blocks), bytes(node.key), node.ref) for node in index._tree.nodes()),
+        ]
+    else:
+        assert isinstance(index, HashIndex)
+        order = [list(index._free), [prefix and prefix.digest for prefix in index._prefixes]]
     tables = sorted((tuple(s.block_table), s.num_computed_tokens) for s in manager._index.holders)
     return order, tables, manager.stats(), manager.num_free_blocks, manager.num_cached_blocks

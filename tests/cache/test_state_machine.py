@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from anaphora import KVCacheManager, Namespace, Sequence
+from anaphora.cache.events import DEVICE, Mirror
 from anaphora.identity import BlockDigests
 from anaphora.tokens import TOKEN_BYTES
 from tests.cache.paged_memory import PagedMemory, fingerprint
@@ -20,8 +23,8 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 class CollidingDigests(BlockDigests):
     """One name for every block."""
 
-    def block(self, parent: bytes, tokens: bytes) -> bytes:
-        return b"the same for all"
+    def chain(self, parent, tokens, block_size, extras=None):
+        return [b"the same for all"] * (len(tokens) // TOKEN_BYTES // block_size)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -32,7 +35,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = KVCacheManager(self.num_blocks, self.block_size, index=self.kind, digests=self.digests)
+        self.manager = KVCacheManager(
+            self.num_blocks, self.block_size, index=self.kind, digests=self.digests, events=True
+        )
+        self.mirror = Mirror()
         self.memory = PagedMemory(self.manager)
         self.live: list[Sequence] = []
         self.tables: dict[Sequence, list[int]] = {}
@@ -68,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.tables[sequence] = []
         else:
             assert fingerprint(self.manager) == before
-            assert num_needed > 0
+            assert num_needed > 0 or sequence in self.manager._forked
 
     def lookup(self, sequence: Sequence) -> int:
         if not sequence.read_cache:
@@ -166,6 +172,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_in_order(self) -> None:
         self.manager.check()
+        self.mirror.apply(self.manager.take_events())
+        stored = Counter((digest, 0, DEVICE) for digest in self.manager._index.stored())
+        assert self.mirror.blocks == stored
         running = self.running()
         held = {block for sequence in running for block in sequence.block_table}
         assert len(held) <= self.num_blocks - self.manager.num_free_blocks

@@ -1,62 +1,88 @@
 """HashIndex: digests -> blocks, by a map, with the rules of vLLM (version 0.32).
 
-Every full block is named by a digest of everything before it. A lookup walks the names of a prompt and stops at the
-first that is unknown. Equal content computed twice is kept twice; the earliest copy is served. A freed block keeps its
-name until its id is handed out again.
+Every full block is named by a digest of everything before it. Equal content computed twice is kept twice; the earliest
+copy is served. A freed block keeps its name until its id is handed out again.
 
-A name is no proof, so a hit is verified: each distinct prefix that the index has seen has a number, and a block
-remembers its tokens, its own prefix's number and the number of the prefix before it. A forged digest, or a collision,
-costs a miss.
+A name is no proof. So a lookup does not go by names: it walks the prefixes that are known, block by block, comparing
+tokens, and reads the names off them. That verifies every hit (a forged digest, or a collision, costs nothing), and no
+prefix that is known is ever digested again.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
+from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.cache.index import Hit, require
 from anaphora.cache.pool import FreeQueue
+from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
+    from anaphora.cache.events import Event
+    from anaphora.cache.segments import BlockContent
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import BlockDigests, Namespace
 
 
-class _Content(NamedTuple):
-    """What a named block holds. `prefix` numbers the distinct prefix that ends with it, `before` the one it extends;
-    the empty prefix is 0."""
+Label: TypeAlias = "bytes | tuple[bytes, BlockContent]"
+"""What tells a block from its siblings: its tokens, and its media if it has any."""
 
-    digest: bytes
-    namespace: Namespace
-    before: int
-    tokens: bytes
-    prefix: int
+
+class _Prefix:
+    """A prefix of whole blocks under one namespace, known because it, or one that extends it, is cached or in use.
+
+    blocks: those that hold its last block's KV, in the order in which they were inserted; none of it is cached if empty
+    (then something that extends it is: an orphan of an explicit eviction).
+    num_standing: sequences whose indexed blocks end here.
+    """
+
+    __slots__ = ("blocks", "digest", "kids", "label", "num_standing", "parent")
+
+    def __init__(self, parent: _Prefix | None, label: Label, digest: bytes) -> None:
+        self.parent = parent
+        self.label = label
+        self.digest = digest
+        self.kids: dict[Label, _Prefix] = {}
+        self.num_standing = 0
+        self.blocks: list[int] = []
+
+
+class _Root(_Prefix):
+    """The empty prefix of a namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace, digest: bytes) -> None:
+        super().__init__(None, b"", digest)
+        self.namespace = namespace
 
 
 class HashIndex:
-    """The map, the blocks in it, and the free queue. Implements `PrefixIndex`.
+    """The known prefixes, the map of names, and the free queue. Implements `PrefixIndex`.
 
-    What it keeps on a sequence (`index_state`): the digests of its blocks, made when first needed and never again.
-    Cost: O(1) a block for everything; a digest for each block not seen by this sequence before.
+    What it keeps on a sequence (`index_state`): the prefix of its first `num_indexed_blocks` blocks.
+    Cost: O(1) a block for everything; a digest for each block of a prefix that was not known.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests) -> None:
+    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests, events: list[Event] | None) -> None:
         self._num_blocks = num_blocks
+        self._block_size = block_size
         self._width = block_size * TOKEN_BYTES
         self._digests = digests
+        self._events = events
         self._free = FreeQueue(num_blocks)
         self._num_holders = [0] * (num_blocks + 1)
-        self._content: list[_Content | None] = [None] * (num_blocks + 1)
-        self._blocks: dict[bytes, list[int]] = {}
-        """Digest -> blocks that carry it, in the order in which they were inserted."""
+        self._prefixes: list[_Prefix | None] = [None] * (num_blocks + 1)
+        """Per block the prefix that it ends, None for a block without a name."""
+        self._roots: dict[Namespace, _Root] = {}
         self._num_named_free = 0
-        self._last_prefix = 0
+        self.holders: set[Sequence] = set()
         self.num_evicted_blocks = 0
         self.version = 0
-        self.holders: set[Sequence] = set()
 
     @property
     def num_available(self) -> int:
@@ -68,71 +94,56 @@ class HashIndex:
         """Named blocks in the free queue."""
         return self._num_named_free
 
-    # -- finding ---------------------------------------------------------------------------------------------------
+    # -- finding and holding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
-        """Look up block after block until one is unknown. `where` is the list of block ids found."""
+        """Walk down the known prefixes until one is not cached. `where` is the last one and the blocks found."""
+        num_holders = self._num_holders
         found = array("i")
         num_unpinned = 0
-        prefix = 0
-        for position in range(max_blocks):
-            block = self._lookup(sequence, position, prefix)
-            if block is None:
-                break
-            content = self._content[block]
-            assert content is not None
-            prefix = content.prefix
-            found.append(block)
-            num_unpinned += not self._num_holders[block]
-        return Hit(len(found), num_unpinned, found)
-
-    def _lookup(self, sequence: Sequence, position: int, before: int) -> int | None:
-        digest = self._digest(sequence, position)
-        for block in self._blocks.get(digest, ()):
-            content = self._content[block]
-            if (
-                content is not None
-                and content.before == before
-                and content.namespace == sequence.namespace
-                and sequence.tokens.startswith(content.tokens, position * self._width)
-            ):
-                return block
-        return None
-
-    def _digest(self, sequence: Sequence, position: int) -> bytes:
-        names: list[bytes] | None = sequence.index_state
-        if names is None:
-            names = sequence.index_state = []
-        while len(names) <= position:
-            parent = names[-1] if names else self._digests.root(sequence.namespace)
-            start = len(names) * self._width
-            names.append(self._digests.block(parent, bytes(sequence.tokens[start : start + self._width])))
-        return names[position]
-
-    # -- holding ---------------------------------------------------------------------------------------------------
+        prefix: _Prefix | None = self._roots.get(sequence.namespace)
+        if prefix is not None:
+            for position in range(max_blocks):
+                kid = prefix.kids.get(self._label(sequence, position))
+                if kid is None or not kid.blocks:
+                    break
+                prefix = kid
+                block = kid.blocks[0]
+                found.append(block)
+                num_unpinned += not num_holders[block]
+        return Hit(len(found), num_unpinned, (prefix, found))  # no prefix: a namespace that nobody has used
 
     def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
         """Count the sequence as one more holder of each block found."""
         self.version += 1
         self.holders.add(sequence)
-        for block in hit.where:
+        prefix, found = hit.where
+        for block in found:
             if not self._num_holders[block]:
                 self._free.remove(block)
                 self._num_named_free -= 1
             self._num_holders[block] += 1
         sequence.num_indexed_blocks = hit.num_blocks
-        table: array[int] = hit.where[:]
+        self._stand(sequence, prefix if prefix is not None else self._root(sequence.namespace))
+        table: array[int] = found[:]
         return table
+
+    def _root(self, namespace: Namespace) -> _Root:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = _Root(namespace, self._digests.root(namespace))
+        return root
 
     def release(self, sequence: Sequence) -> None:
         """Count one holder less, last block first: named blocks go to the tail of the queue, the others to its head."""
         self.version += 1
         self.holders.remove(sequence)
+        self._stand(sequence, None)
         named, blank = array("i"), array("i")
         for block in reversed(sequence.block_table):
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
-                (named if self._content[block] else blank).append(block)
+                (named if self._prefixes[block] else blank).append(block)
         self._free.prepend(blank)
         self._free.append(named)
         self._num_named_free += len(named)
@@ -142,59 +153,118 @@ class HashIndex:
     def take(self, num_blocks: int) -> array[int]:
         """The first blocks of the queue; those with a name lose it."""
         self.version += 1
-        ids = self._free.take(num_blocks)
-        for block in ids:
+        blocks = self._free.take(num_blocks)
+        for block in blocks:
             self._num_holders[block] = 1
-            if self._content[block]:
-                self._forget(block)
+            if self._prefixes[block]:
+                self._unname(block)
                 self._num_named_free -= 1
                 self.num_evicted_blocks += 1
-        return ids
+        return blocks
 
-    def _forget(self, block: int) -> None:
-        content = self._content[block]
-        assert content is not None
-        self._content[block] = None
-        copies = self._blocks[content.digest]
-        copies.remove(block)
-        if not copies:
-            del self._blocks[content.digest]
+    def _unname(self, block: int) -> None:
+        prefix = self._prefixes[block]
+        assert prefix is not None
+        self._prefixes[block] = None
+        prefix.blocks.remove(block)
+        if self._events is not None:
+            self._events.append(BlockRemoved((prefix.digest,)))
+        self._prune(prefix)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
     def insert(self, sequence: Sequence, num_blocks: int) -> None:
         """Name the sequence's newly full blocks."""
         self.version += 1
-        table, width = sequence.block_table, self._width
+        prefix: _Prefix = sequence.index_state
         first = sequence.num_indexed_blocks
-        before = 0
-        if first:
-            content = self._content[table[first - 1]]
-            # What extends a forgotten block extends a prefix that no lookup will ever arrive at.
-            before = content.prefix if content else -1
-        for position in range(first, num_blocks):
-            digest = self._digest(sequence, position)
-            twin = self._lookup(sequence, position, before)
-            if twin is None:
-                self._last_prefix += 1
-                tokens = bytes(sequence.tokens[position * width : (position + 1) * width])
-                content = _Content(digest, sequence.namespace, before, tokens, self._last_prefix)
-            else:
-                content = self._content[twin]
-                assert content is not None
-            block = table[position]
-            self._content[block] = content
-            self._blocks.setdefault(digest, []).append(block)
-            before = content.prefix
+        num_known = first
+        parent = prefix.digest if first else None
+        names: list[bytes] = []
+        while num_known < num_blocks and (kid := prefix.kids.get(self._label(sequence, num_known))):
+            self._put(sequence.block_table[num_known], kid)
+            names.append(kid.digest)
+            prefix = kid
+            num_known += 1
+        new = self._chain(sequence, prefix.digest, num_known, num_blocks)
+        for position, digest in enumerate(new, num_known):
+            label = self._label(sequence, position)
+            kid = prefix.kids[label] = _Prefix(prefix, label, digest)
+            self._put(sequence.block_table[position], kid)
+            prefix = kid
+        self._stand(sequence, prefix)
         sequence.num_indexed_blocks = num_blocks
+        if self._events is not None:
+            self._events.append(
+                BlockStored(
+                    digests=(*names, *new),
+                    parent=parent,
+                    tokens=bytes(sequence.tokens[first * self._width : num_blocks * self._width]),
+                    block_size=self._block_size,
+                    namespace=sequence.namespace,
+                    extras=extra_keys(sequence.namespace, sequence.media, first, num_blocks - first, self._block_size),
+                )
+            )
+
+    def _label(self, sequence: Sequence, position: int) -> Label:
+        start = position * self._width
+        label = bytes(sequence.tokens[start : start + self._width])
+        if sequence.segments is not None:
+            content, _ = sequence.segments.at(position)
+            if content is not None:
+                return label, content
+        return label
+
+    def _put(self, block: int, prefix: _Prefix) -> None:
+        prefix.blocks.append(block)
+        self._prefixes[block] = prefix
+
+    def _stand(self, sequence: Sequence, prefix: _Prefix | None) -> None:
+        """Move the sequence to another prefix, or away; the one that it leaves may be of no use any more."""
+        left: _Prefix | None = sequence.index_state
+        if prefix is not None:
+            prefix.num_standing += 1
+        sequence.index_state = prefix
+        if left is not None:
+            left.num_standing -= 1
+            self._prune(left)
+
+    def _prune(self, prefix: _Prefix) -> None:
+        while not (prefix.blocks or prefix.kids or prefix.num_standing):
+            if prefix.parent is None:
+                if isinstance(prefix, _Root):
+                    del self._roots[prefix.namespace]
+                return
+            del prefix.parent.kids[prefix.label]
+            prefix = prefix.parent
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def names(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Digests of a holder's first blocks; known prefixes carry theirs."""
+        names: list[bytes] = []
+        prefix: _Prefix = sequence.index_state
+        while prefix.parent is not None:
+            names.append(prefix.digest)
+            prefix = prefix.parent
+        names.reverse()
+        parent = names[-1] if names else prefix.digest
+        return (names + self._chain(sequence, parent, len(names), num_blocks))[:num_blocks]
+
+    def _chain(self, sequence: Sequence, parent: bytes, first: int, last: int) -> list[bytes]:
+        if first >= last:
+            return []
+        extras = extra_keys(sequence.namespace, sequence.media, first, last - first, self._block_size)
+        tokens = bytes(sequence.tokens[first * self._width : last * self._width])
+        return self._digests.chain(parent, tokens, self._block_size, extras)
 
     # -- sharing and forgetting ------------------------------------------------------------------------------------
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """One more holder for each block; the digests known so far go along."""
+        """One more holder for each block."""
         self.version += 1
         self.holders.add(child)
-        child.index_state = list(parent.index_state or ())
+        self._stand(child, parent.index_state)
         for block in child.block_table:
             self._num_holders[block] += 1
 
@@ -207,12 +277,12 @@ class HashIndex:
         self._num_holders[block] -= 1
 
     def forget(self, blocks: Set[int] | None) -> None:
-        """Names go; the queue and the counts stay as they are. What extends a forgotten block is an orphan: the walk
-        of a lookup ends before it, and if the forgotten content comes back, it is another prefix by number."""
+        """Names go; the queue and the counts stay as they are. What extends a forgotten block is an orphan: the walk of
+        a lookup ends before it, until the forgotten content is computed anew, as in vLLM."""
         self.version += 1
-        for block in range(1, self._num_blocks + 1) if blocks is None else blocks:
-            if self._content[block]:
-                self._forget(block)
+        for block in range(1, self._num_blocks + 1) if blocks is None else sorted(blocks):
+            if self._prefixes[block]:
+                self._unname(block)
                 self._num_named_free -= not self._num_holders[block]
 
     # -- the whole -------------------------------------------------------------------------------------------------
@@ -220,30 +290,48 @@ class HashIndex:
     def clear(self) -> None:
         """Forget every name; the order of the queue stays."""
         self.version += 1
-        self._blocks.clear()
-        self._content = [None] * (self._num_blocks + 1)
+        self._roots.clear()
+        self._prefixes = [None] * (self._num_blocks + 1)
         self._num_named_free = 0
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+
+    def stored(self) -> list[bytes]:
+        """The name of every named block."""
+        return [prefix.digest for prefix in self._prefixes if prefix]
 
     def check(self) -> None:
         """Count everything again; see `PrefixIndex.check`."""
         num_holders = [0] * (self._num_blocks + 1)
+        num_standing: dict[_Prefix, int] = {}
         for sequence in self.holders:
+            prefix: _Prefix = sequence.index_state
+            num_standing[prefix] = num_standing.get(prefix, 0) + 1
             table = sequence.block_table
             require(len(set(table)) == len(table), "a block stands twice in a table")
-            for position, block in enumerate(table):
+            for block in table:
                 require(1 <= block <= self._num_blocks, f"block {block} is none of the pool's")
                 num_holders[block] += 1
-                content = self._content[block]
-                require(position < sequence.num_indexed_blocks or content is None, "named but not computed")
-                if content is not None:
-                    require(content.namespace == sequence.namespace, "a block of another namespace in a table")
-                    require(sequence.tokens.startswith(content.tokens, position * self._width), "other tokens")
+            for position in range(sequence.num_indexed_blocks - 1, -1, -1):
+                require(self._prefixes[table[position]] in {prefix, None}, "a block with another prefix in a table")
+                require(self._label(sequence, position) == prefix.label, "a prefix of other tokens")
+                assert prefix.parent is not None
+                prefix = prefix.parent
+            require(prefix is self._roots.get(sequence.namespace), "a sequence stands under another namespace")
+            for block in table[sequence.num_indexed_blocks :]:
+                require(self._prefixes[block] is None, "named, but not committed")
         require(num_holders == self._num_holders, "the counts of holders are wrong")
         free = list(self._free)
         require(len(free) == len(set(free)) == len(self._free), "the free queue is out of order")
         require(set(free) == {b for b in range(1, self._num_blocks + 1) if not num_holders[b]}, "free is not unheld")
-        require(sum(self._content[b] is not None for b in free) == self._num_named_free, "the count of cached blocks")
-        named = {block: digest for digest, copies in self._blocks.items() for block in copies}
-        known = {block: content.digest for block, content in enumerate(self._content) if content}
-        require(named == known, "the map and the blocks disagree on names")
-        require(all(self._blocks.values()), "a name without a block was kept")
+        require(sum(self._prefixes[b] is not None for b in free) == self._num_named_free, "the count of cached blocks")
+        num_named = 0
+        stack: list[_Prefix] = list(self._roots.values())
+        while stack:
+            prefix = stack.pop()
+            stack.extend(prefix.kids.values())
+            num_named += len(prefix.blocks)
+            require(all(self._prefixes[block] is prefix for block in prefix.blocks), "a block has another prefix")
+            require(prefix.num_standing == num_standing.get(prefix, 0), "the count of those who stand here")
+            require(bool(prefix.blocks or prefix.kids or prefix.num_standing), "a prefix of no use was kept")
+        require(num_named == sum(prefix is not None for prefix in self._prefixes), "a named block is in no prefix")

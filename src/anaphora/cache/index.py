@@ -91,6 +91,14 @@ class PrefixIndex(Protocol):
         it holds; its holders find nothing of it again."""
         ...
 
+    def names(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Return the digests of a holder's first blocks."""
+        ...
+
+    def stored(self) -> list[bytes]:
+        """Return the name of every findable block, as often as it is stored. For tests; cost O(pool)."""
+        ...
+
     def clear(self) -> None:
         """Forget all content. The caller made sure that no sequence holds a block."""
         ...

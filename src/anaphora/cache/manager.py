@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Literal
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import Hit, PrefixIndex, require
 from anaphora.cache.radix_index import RadixIndex
+from anaphora.cache.segments import Segments
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
-from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Namespace
+from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace, validate_media
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from anaphora.cache.events import Event
 
 IndexKind = Literal["radix", "hash"]
 
@@ -34,7 +38,8 @@ class KVCacheManager:
             num_blocks + 1 pages.
         block_size: tokens in a block. Hits are whole blocks.
         index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
-        digests: how blocks are named, for the hash index; by default with a secret of this process's own.
+        digests: how blocks are named (`block_digests`, events); by default with a secret of this process's own.
+        events: whether to record what becomes findable and what no longer is, for `take_events`.
 
     What always holds (`check` asserts it): every block is free, held (by as many holders as count), or cached and
     unreferenced; a block is found only after its KV has been committed, and only under its own namespace; a live block
@@ -43,20 +48,24 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, index: IndexKind = "radix", digests: BlockDigests | None = None
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        index: IndexKind = "radix",
+        digests: BlockDigests | None = None,
+        events: bool = False,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._index: PrefixIndex
-        if index == "radix":
-            self._index = RadixIndex(num_blocks, block_size)
-        elif index == "hash":
-            self._index = HashIndex(num_blocks, block_size, digests or BlockDigests())
-        else:
+        kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
+        if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
+        self._events: list[Event] | None = [] if events else None
+        self._index: PrefixIndex = kinds[index](num_blocks, block_size, digests or BlockDigests(), self._events)
         self._forked: set[Sequence] = set()
         """Holders that may share a block which is not full."""
         self._copies: list[tuple[int, int]] = []
@@ -69,6 +78,7 @@ class KVCacheManager:
         token_ids: TokenIds,
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
+        media: SequenceOf[Media] = (),
         read_cache: bool = True,
         write_cache: bool = True,
     ) -> Sequence:
@@ -76,6 +86,8 @@ class KVCacheManager:
 
         Args:
             token_ids: at least one id; int32 buffers are taken without conversion, `bytes` without a copy.
+            media: images, audio and rows of embeddings in the prompt; blocks that they overlap match only where equal
+                items lie at equal places.
             read_cache: False computes everything anew (prompt log-probabilities need it).
             write_cache: False leaves nothing of this sequence for others to find.
 
@@ -84,7 +96,11 @@ class KVCacheManager:
         tokens = pack(token_ids)
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        return Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
+        if not media:
+            return Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
+        items = validate_media(media, len(tokens) // TOKEN_BYTES)
+        segments = Segments(items, self.block_size)
+        return Sequence(tokens, namespace, read_cache, write_cache, self.lookup, items, segments)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the next `num_tokens` tokens after those computed. Return False, with nothing changed, if the
@@ -197,7 +213,13 @@ class KVCacheManager:
         if sequence.state != "running":
             raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
         child = Sequence(
-            bytes(sequence.tokens), sequence.namespace, sequence.read_cache, sequence.write_cache, self.lookup
+            bytes(sequence.tokens),
+            sequence.namespace,
+            sequence.read_cache,
+            sequence.write_cache,
+            self.lookup,
+            sequence.media,
+            sequence.segments,
         )
         child.publishes = sequence.publishes
         child.state = "running"
@@ -217,14 +239,31 @@ class KVCacheManager:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+    def match(
+        self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
+    ) -> int:
         """Return how many leading tokens a sequence with this prompt would be served now. Changes nothing."""
-        return self.lookup(self.start(token_ids, namespace))
+        return self.lookup(self.start(token_ids, namespace, media=media))
 
     def lookup(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
         `allocate` that follows does not look again."""
         return self._find(sequence).num_blocks * self.block_size
+
+    def block_digests(self, sequence: Sequence) -> list[bytes]:
+        """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
+        prefix that was never named before."""
+        if sequence.state != "running":
+            raise ValueError(f"sequence: only a running one has blocks to name, this one is {sequence.state}")
+        return self._index.names(sequence, sequence.num_computed_tokens // self.block_size)
+
+    def take_events(self) -> list[Event]:
+        """Return what has happened since the last call, in order; then forget it."""
+        if self._events is None:
+            raise ValueError("events: this manager records none; make it with events=True")
+        events = self._events[:]
+        self._events.clear()
+        return events
 
     @property
     def num_free_blocks(self) -> int:
@@ -311,7 +350,9 @@ class KVCacheManager:
         position = sequence.num_computed_tokens // self.block_size
         shared, own = sequence.block_table[position], blocks.pop()
         # A new table, since someone may still look at the old one.
-        sequence.block_table = sequence.block_table[:position] + array("i", [own]) + blocks
+        sequence.block_table = sequence.block_table[:]
+        sequence.block_table[position] = own
+        sequence.block_table.extend(blocks)
         self._index.leave(shared)
         self._copies.append((shared, own))
         return True

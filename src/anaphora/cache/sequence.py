@@ -10,7 +10,8 @@ from anaphora.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anaphora.identity import Namespace
+    from anaphora.cache.segments import Segments
+    from anaphora.identity import Media, Namespace
 
 State = Literal["waiting", "running", "preempted", "finished"]
 
@@ -32,12 +33,14 @@ class Sequence:
         "hit",
         "hit_version",
         "index_state",
+        "media",
         "namespace",
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_tokens",
         "publishes",
         "read_cache",
+        "segments",
         "state",
         "tokens",
         "was_admitted",
@@ -51,10 +54,14 @@ class Sequence:
         read_cache: bool,
         write_cache: bool,
         lookup: Callable[[Sequence], int],
+        media: tuple[Media, ...] = (),
+        segments: Segments | None = None,
     ) -> None:
         self.tokens: bytes | bytearray = tokens
         self.num_tokens = len(tokens) // TOKEN_BYTES
         self.namespace = namespace
+        self.media = media
+        self.segments = segments
         self.read_cache = read_cache
         self.write_cache = write_cache
         self.publishes = write_cache

@@ -1,0 +1,330 @@
+"""RadixTree: a tree whose edges are runs of whole blocks, with pins and an order of eviction.
+
+    lanes: Namespace -> root
+                         |
+              "You are a helpful ..."  blocks [7 8 9]        held by A and B
+                   /            \\
+       "What is ..." [4]     "Write ..." [12 13]             held by A          cached, held by nobody
+
+Matching compares token bytes, so it is exact: there is no digest that could collide. A node is one edge: `key` holds
+the tokens of its blocks as bytes, compared with one memcmp. Work is proportional to nodes, not to blocks.
+
+`ref` of a node counts the holds on it itself (`lock`), and its children with ref > 0. So a node is pinned exactly when
+something at or below it is, and locking stops at the first ancestor that was locked before. Unpinned nodes stand in
+`evictable` in the order in which they were let go, children before their parents; so its head is always a leaf, tails
+go before heads, and evicting costs O(1) a node.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from anaphora.cache.index import require
+from anaphora.cache.segments import BlockContent, Segments
+from anaphora.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from anaphora.identity import Namespace
+
+Tokens = bytes | bytearray
+Key = bytes | bytearray | memoryview
+Label = bytes | tuple[bytes, BlockContent]
+
+
+class Node:
+    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
+
+    label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
+        holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
+    digests: names of its first blocks, as many as have been asked for.
+    """
+
+    __slots__ = ("blocks", "digests", "key", "kids", "label", "parent", "ref")
+
+    def __init__(self, parent: Node | None, label: Label, key: Key, blocks: array[int]) -> None:
+        self.parent = parent
+        self.label = label
+        self.key = key
+        self.blocks = blocks
+        self.kids: dict[Label, Node] = {}
+        self.ref = 0
+        self.digests: list[bytes] | None = None
+
+    def path(self) -> list[Node]:
+        """Nodes from below the root to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+class Root(Node):
+    """Where a lane begins: all that is known under one namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", b"", array("i"))
+        self.namespace = namespace
+
+
+class RadixTree:
+    """Lanes of nodes. Sizes are in blocks; `width` is the size of a block's tokens in bytes.
+
+    Cost, for p = nodes on a path and e = nodes evicted: match O(p) + one memcmp; lock and unlock O(nodes whose pin
+    changes); split, add O(1) + one memcpy; evict O(e).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.width = block_size * TOKEN_BYTES
+        self.lanes: dict[Namespace, Root] = {}
+        self.evictable: OrderedDict[Node, None] = OrderedDict()
+        self.num_evictable_blocks = 0
+
+    def match(
+        self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
+    ) -> tuple[Node, int, int, int] | None:
+        """Find the longest known prefix, at most `max_blocks` long. Changes nothing.
+
+        Returns the last node reached, how many of its blocks match, how many blocks match in all, and how many of
+        those are unpinned; None where nothing matches.
+        """
+        node: Node | None = self.lanes.get(namespace)
+        if node is None:
+            return None
+        width = self.width
+        position, end = 0, max_blocks * width
+        stop = end
+        num_matched = 0  # of the last node's blocks
+        num_unpinned = 0
+        while position < end:
+            first_block = bytes(tokens[position : position + width])
+            label: Label = first_block
+            if segments is not None:
+                content, last = segments.at(position // width)
+                stop = min(end, last * width)
+                if content is not None:
+                    label = (first_block, content)
+            kid = node.kids.get(label)
+            if kid is None:
+                break
+            node = kid
+            key = node.key
+            num_matched = len(node.blocks)
+            if position + len(key) > stop or not tokens.startswith(key, position):
+                num_matched = count_equal_blocks(tokens, position, key, min(stop - position, len(key)), width)
+            if not node.ref:
+                num_unpinned += num_matched
+            position += num_matched * width
+            if num_matched < len(node.blocks):
+                break
+        return (node, num_matched, position // width, num_unpinned) if position else None
+
+    def lane(self, namespace: Namespace) -> Root:
+        """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""
+        root = self.lanes.get(namespace)
+        if root is None:
+            root = self.lanes[namespace] = Root(namespace)
+        return root
+
+    # -- pins ------------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """Hold a node, and with it the path to it."""
+        node.ref += 1
+        while node.ref == 1 and node.parent is not None:
+            if node in self.evictable:  # a node that was made just now is not
+                del self.evictable[node]
+                self.num_evictable_blocks -= len(node.blocks)
+            node = node.parent
+            node.ref += 1
+
+    def unlock(self, node: Node) -> None:
+        """Let go one hold; what nobody holds any more becomes evictable, deepest first."""
+        node.ref -= 1
+        while not node.ref and node.parent is not None:
+            self.evictable[node] = None
+            self.num_evictable_blocks += len(node.blocks)
+            node = node.parent
+            node.ref -= 1
+        if isinstance(node, Root):
+            self._drop_if_empty(node)
+
+    # -- shape -----------------------------------------------------------------------------------------------------
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut a node after `num_blocks` blocks and return the new upper part, which the caller locks at once.
+
+        The lower part keeps its identity, so it stays the end of those who hold it, and its place in the order of
+        eviction: nobody has read it.
+        """
+        size = num_blocks * self.width
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.label, node.key[:size], node.blocks[:num_blocks])
+        parent.kids[node.label] = upper
+        node.key = node.key[size:]
+        label = bytes(node.key[: self.width])
+        node.label = label if isinstance(node.label, bytes) else (label, node.label[1].after(num_blocks))
+        del node.blocks[:num_blocks]
+        node.parent = upper
+        upper.kids[node.label] = node
+        if node.digests:
+            upper.digests = node.digests[:num_blocks]
+            del node.digests[:num_blocks]
+        if node.ref:
+            upper.ref = 1
+        else:
+            self.num_evictable_blocks -= num_blocks
+        return upper
+
+    def add(self, parent: Node, label: Label, key: Key, blocks: array[int]) -> Node:
+        """Hang a new leaf below a node that the caller holds: that hold moves to the leaf."""
+        node = Node(parent, label, key, blocks)
+        parent.kids[label] = node
+        node.ref = 1
+        return node
+
+    def evict(self, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
+        """Let go exactly `num_blocks` unpinned blocks: least recently held first, each node's tail before its head.
+
+        `on_evict(node, first)` is told of the blocks from `first` on before they leave the node.
+        """
+        self.num_evictable_blocks -= num_blocks
+        evictable = self.evictable
+        while num_blocks:
+            node = next(iter(evictable))
+            rest = len(node.blocks) - num_blocks
+            if rest > 0:
+                on_evict(node, rest)
+                self._trim(node, rest)
+                return
+            on_evict(node, 0)
+            num_blocks -= len(node.blocks)
+            del evictable[node]
+            parent = node.parent
+            assert parent is not None
+            del parent.kids[node.label]
+            if isinstance(parent, Root):
+                self._drop_if_empty(parent)
+
+    def _trim(self, node: Node, num_blocks: int) -> None:
+        node.key = _shortened(node.key, num_blocks * self.width)
+        del node.blocks[num_blocks:]
+        if node.digests:
+            del node.digests[num_blocks:]
+
+    def cut_off(self, node: Node, num_blocks: int, on_evict: Callable[[Node, int], None]) -> set[Node]:
+        """Take everything after a node's first `num_blocks` blocks out of the tree.
+
+        `on_evict` is told of each unpinned node that goes. Pinned ones are returned: they are no part of the tree any
+        more, and their holders have to move to what is left of it. If there are any, the node's parent stays locked
+        once for all of them; the caller unlocks it when they have moved.
+        """
+        if num_blocks:
+            if node.ref:
+                self.split(node, num_blocks)
+            else:
+                # Nobody would lock the upper part, so the node itself stays and loses its tail.
+                for kid in list(node.kids.values()):
+                    self.cut_off(kid, 0, on_evict)
+                on_evict(node, num_blocks)
+                self.num_evictable_blocks -= len(node.blocks) - num_blocks
+                self._trim(node, num_blocks)
+                return set()
+        parent = node.parent
+        assert parent is not None
+        pinned: set[Node] = set()
+        stack = [node]
+        while stack:
+            lower = stack.pop()
+            stack.extend(lower.kids.values())
+            if lower.ref:
+                pinned.add(lower)
+            else:
+                on_evict(lower, 0)
+                del self.evictable[lower]
+                self.num_evictable_blocks -= len(lower.blocks)
+        del parent.kids[node.label]
+        if isinstance(parent, Root):
+            self._drop_if_empty(parent)
+        return pinned
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.lanes.clear()
+        self.evictable.clear()
+        self.num_evictable_blocks = 0
+
+    def _drop_if_empty(self, root: Root) -> None:
+        if not root.kids and not root.ref:
+            del self.lanes[root.namespace]
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents before their children."""
+        stack: list[Node] = list(self.lanes.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.kids.values())
+
+    def check(self, num_locks: dict[Node, int]) -> None:
+        """Assert every invariant of the tree, given how many holds there are on which nodes."""
+        place = {node: i for i, node in enumerate(self.evictable)}
+        num_evictable = 0
+        for root in self.lanes.values():
+            require(bool(root.kids or root.ref), "an empty lane was kept")
+            require(root.ref == num_locks.get(root, 0) + sum(kid.ref > 0 for kid in root.kids.values()), "a root's ref")
+        seen = set()
+        for node in self.nodes():
+            seen.add(node)
+            parent = node.parent
+            assert parent is not None
+            require(parent.kids.get(node.label) is node, "a node is not where its label says")
+            label = node.label if isinstance(node.label, bytes) else node.label[0]
+            require(label == node.key[: self.width], "a label is not the first block's tokens")
+            require(len(node.key) == len(node.blocks) * self.width > 0, "key and blocks differ in length")
+            require(node.ref == num_locks.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "a node's ref")
+            require((node in place) == (not node.ref), "evictable is not the same as unpinned")
+            if not node.ref:
+                num_evictable += len(node.blocks)
+                require(parent not in place or place[node] < place[parent], "a parent stands before its child")
+        require(seen.issuperset(place), "a node that is gone is still to be evicted")
+        require(num_evictable == self.num_evictable_blocks, "the count of evictable blocks is wrong")
+
+
+def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, width: int) -> int:
+    """Return how many whole blocks of `key[:limit]` equal the tokens from byte `position` on.
+
+    Gallops in growing steps, then bisects the step that differs; each probe is one memcmp. Cost: O(log) probes.
+    """
+    view = memoryview(key)
+    num_equal, step = 0, 4
+    differs = limit // width + 1
+    while num_equal + 1 < differs:
+        upto = min(num_equal + step, differs - 1)
+        if tokens.startswith(view[num_equal * width : upto * width], position + num_equal * width):
+            num_equal, step = upto, step * 4
+        else:
+            differs, step = upto, max(1, (upto - num_equal) // 2)
+    return num_equal
+
+
+def _shortened(key: Key, size: int) -> Key:
+    """Return the first `size` bytes of a key; without a copy unless that would keep much unused memory alive."""
+    if type(key) is bytearray:
+        del key[size:]
+        return key
+    view = memoryview(key)
+    whole = view.obj if isinstance(view.obj, bytes) else key
+    return bytes(view[:size]) if size * 2 < len(whole) else view[:size]
