@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from anaphora.server.bench_targets import FirstToken, Target
 
-TOKEN_IDS = range(1_000, 10_000)
-"""Random prompts are drawn from these: ordinary tokens in every vocabulary of today."""
 WARM_RUNS_PER_REPEAT = 3
 NUM_UNRELATED_PROMPTS = 4
 NUM_UNRELATED_TOKENS = 256
@@ -28,7 +26,6 @@ class Plan:
     prefix_tokens: tuple[int, ...] = (1000, 4000)
     suffix_tokens: int = 20
     repeats: int = 3
-    token_ids: range = TOKEN_IDS
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +92,7 @@ def run_bench(target: Target, plan: Plan, progress: Callable[[str], None]) -> Be
     rng = random.Random(plan.seed)
 
     def fresh(num_tokens: int) -> list[int]:
-        return rng.choices(plan.token_ids, k=num_tokens)
+        return rng.choices(target.token_ids, k=num_tokens)
 
     progress("warming up")
     target.first_token(fresh(plan.suffix_tokens))

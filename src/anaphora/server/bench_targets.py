@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from anaphora.engine.loop import Engine
     from anaphora.server.client import TimingClient
 
+ORDINARY_TOKEN_IDS = range(1_000, 10_000)
+"""A server does not tell its vocabulary; these are in every one of today."""
+
 GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -36,6 +39,8 @@ class Target(ABC):
     """Model and way of access."""
     ideal_is: str
     """What `ideal` measures, in words."""
+    token_ids: range
+    """Prompts are drawn from these."""
 
     @abstractmethod
     def first_token(self, prompt: list[int]) -> FirstToken:
@@ -57,6 +62,7 @@ class EngineTarget(Target):
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.name = f"{model_name}, in process"
+        self.token_ids = range(engine.executor.vocab_size)
         self._engine = engine
         self._num_requests = 0
 
@@ -105,10 +111,11 @@ class ServerTarget(Target):
 
     ideal_is = "a prompt of the suffix's tokens alone, over HTTP"
 
-    def __init__(self, client: TimingClient, url: str) -> None:
+    def __init__(self, client: TimingClient, url: str, token_ids: range = ORDINARY_TOKEN_IDS) -> None:
         self._client = client
         self._model = client.model_name()
         self.name = f"{self._model} at {url}"
+        self.token_ids = token_ids
 
     def first_token(self, prompt: list[int]) -> FirstToken:
         """See Target."""

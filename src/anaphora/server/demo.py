@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from anaphora.server.client import TimedAnswer, TimingClient
 
 _MAX_ANSWER_TOKENS = 32
-_ANSWER_WIDTH = 100
+_ANSWER_WIDTH = 74
 _HEAD = f"{'turn':>4}  {'prompt tokens':>13}  {'cached tokens':>13}  {'TTFT ms':>8}  question and answer"
 _INDENT = " " * (_HEAD.index("question"))
 

@@ -55,15 +55,7 @@ def serve(options: ServeOptions) -> int:
     with sock:
         url = url_of(sock)
         model, engine = load_engine(options.model, options.engine)
-        served = ServedModel(
-            name=model.name,
-            revision=model.revision,
-            max_context=engine.max_context,
-            max_request_tokens=engine.max_request_tokens,
-            tokenizer=model.tokenizer,
-            chat_template=model.chat_template,
-            created=int(time.time()),
-        )
+        served = ServedModel.of(model, engine)
         del model  # the executor has what it needs of the weights
         api = OpenAIServer(
             EngineService(engine), served, body_limit_bytes=options.body_limit_bytes, uses_cache=options.uses_cache

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from anaphora.model import ChatTemplate, Tokenizer
+    from anaphora.engine.loop import Engine
+    from anaphora.model import ChatTemplate, Model, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,19 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     created: int = 0
+
+    @classmethod
+    def of(cls, model: Model, engine: Engine) -> ServedModel:
+        """`model` as `engine` runs it, from now on."""
+        return cls(
+            name=model.name,
+            revision=model.revision,
+            max_context=engine.max_context,
+            max_request_tokens=engine.max_request_tokens,
+            tokenizer=model.tokenizer,
+            chat_template=model.chat_template,
+            created=int(time.time()),
+        )
 
     def require(self, name: str) -> None:
         """Raise a 404 unless `name` is this model."""

@@ -1,0 +1,52 @@
+"""The first-run demo, over the fake engine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from anaphora.server.client import ServerError, TimingClient
+from anaphora.server.demo import run_demo
+from anaphora.server.demo_text import HANDBOOK, QUESTIONS
+from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.server.live_server import serving_fake
+
+if TYPE_CHECKING:
+    from tests.server.live_server import LiveServer
+
+
+def test_every_turn_but_the_first_finds_what_the_turn_before_it_left() -> None:
+    lines: list[str] = []
+    with serving_fake(FakeEngine(max_context=16_384, num_blocks=1024)) as live, TimingClient(live.url) as client:
+        answers = run_demo(client, "alphabet", lines.append)
+        prompts = [request.prompt for request in live.engine.service.requests]
+    assert len(answers) == len(QUESTIONS)
+    assert answers[0].cached_tokens == 0
+    for before, now in itertools.pairwise(answers):
+        assert now.cached_tokens is not None
+        assert before.prompt_tokens // BLOCK_SIZE * BLOCK_SIZE <= now.cached_tokens < now.prompt_tokens
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(prompts))
+    assert all(HANDBOOK.encode() in bytes(prompt[::4]) for prompt in prompts)
+
+
+def test_table_has_a_row_a_turn_and_a_summary() -> None:
+    lines: list[str] = []
+    with serving_fake(FakeEngine(max_context=16_384, num_blocks=1024)) as live, TimingClient(live.url) as client:
+        answers = run_demo(client, "alphabet", lines.append)
+    rows = [line.split() for line in lines if line.split() and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == [str(turn) for turn in range(1, len(QUESTIONS) + 1)]
+    assert [row[1] for row in rows] == [f"{answer.prompt_tokens:,}" for answer in answers]
+    assert [row[2] for row in rows] == [f"{answer.cached_tokens:,}" for answer in answers]
+    num_cached = sum(answer.cached_tokens or 0 for answer in answers)
+    num_prompt = sum(answer.prompt_tokens for answer in answers)
+    assert lines[-1].strip().startswith(f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens")
+
+
+def test_a_model_with_too_short_a_context_is_an_explained_failure(live: LiveServer) -> None:
+    with (
+        TimingClient(live.url) as client,
+        pytest.raises(ServerError, match=r"400: messages: .* longest context is 2048"),
+    ):
+        run_demo(client, "alphabet", lambda _: None)

@@ -1,0 +1,186 @@
+"""The command line, run as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from anaphora.cli import main
+from anaphora.version import __version__
+from tests.tiny_models import write_gguf_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ANAPHORA = [sys.executable, "-m", "anaphora.cli"]
+
+
+def run(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [*ANAPHORA, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf_model(tmp_path_factory.mktemp("model") / "tiny.gguf", max_context=16_384)
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on a free port; yields the process and its URL."""
+    command = [*ANAPHORA, "serve", *map(str, arguments), "--port", "0", "--kv-memory", "64MiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            banner = process.stdout.readline()
+            assert " at http" in banner, process.communicate(timeout=10)
+            yield process, banner.split(" at ")[1].split("/v1")[0]
+        finally:
+            process.kill()
+
+
+def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from anaphora.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'starlette', 'uvicorn', 'msgspec', 'httpx', 'jinja2', 'tokenizers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.splitlines()[-1] == "[]"
+    assert "serve" in run("--help").stdout
+    assert "bench" in run("--help").stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"anaphora {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_missing_extra_is_named_with_its_command(command: str) -> None:
+    code = f"import sys; sys.modules['msgspec'] = None; from anaphora.cli import main; sys.exit(main(['{command}']))"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 1
+    expected = f"anaphora: {command} needs msgspec, which is not installed: pip install 'anaphora[serve]'\n"
+    assert completed.stderr == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "70000"], "argument --port: expected 0 to 65535, got '70000'"),
+        (["serve", "--kv-memory", "lots"], "argument --kv-memory: expected bytes, or a size like 512MiB or 1.5GiB"),
+        (["serve", "--max-num-seqs", "0"], "argument --max-num-seqs: expected a whole number from 1 up, got '0'"),
+        (["serve", "--index", "btree"], "argument --index: invalid choice: 'btree'"),
+        (["bench", "--repeats", "-1"], "argument --repeats: expected a whole number from 1 up, got '-1'"),
+    ],
+)
+def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_exit_after_demo_without_a_demo_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--exit-after-demo"]) == 2
+    assert capsys.readouterr().err == "anaphora: --exit-after-demo needs --demo\n"
+
+
+def test_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere/model.gguf", "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("anaphora: model: '/nowhere/model.gguf' is no file or folder here")
+    assert error.count("\n") == 1
+
+
+def test_port_in_use_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "/nowhere/model.gguf", "--port", str(port)]) == 1
+    expected = f"anaphora: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_too_small_a_pool_is_one_line(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny_model), "--port", "0", "--kv-memory", "10"]) == 1
+    assert "kv_memory_bytes: 10 is not enough" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_serve_answers_until_a_signal_and_ends_quietly(tiny_model: Path, number: signal.Signals) -> None:
+    with serving(tiny_model, "--max-context", "300") as (process, url):
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 300
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20).json()
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        os.kill(process.pid, number)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out.endswith("Stopped.\n")
+    assert err == ""
+
+
+def test_banner_shows_calls_that_work(tiny_model: Path) -> None:
+    with serving(tiny_model) as (process, url):
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(9)]
+    assert f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n" in lines
+    assert f'  client = OpenAI(base_url="{url}/v1", api_key="none")\n' in lines
+    assert any('client.chat.completions.create(model="tiny", messages=[{"role": "user"' in line for line in lines)
+
+
+def test_no_prefix_caching_computes_everything(tiny_model: Path) -> None:
+    body = {"model": "tiny", "prompt": list(range(10, 60)), "max_tokens": 1}
+    with serving(tiny_model, "--no-prefix-caching") as (_, url):
+        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=20).json() for _ in range(2)]
+    assert [answer["usage"]["prompt_tokens_details"] for answer in answers] == [{"cached_tokens": 0}] * 2
+
+
+def test_demo_can_be_all_there_is(tiny_model: Path) -> None:
+    completed = run("serve", tiny_model, "--port", "0", "--demo", "--exit-after-demo", timeout_s=120)
+    assert completed.returncode == 0, completed.stderr
+    assert "Saved: " in completed.stdout
+    assert completed.stdout.endswith("Stopped.\n")
+    assert completed.stderr == ""
+
+
+def test_demo_that_fails_is_an_exit_code(tiny_model: Path) -> None:
+    completed = run("serve", tiny_model, "--port", "0", "--max-context", "100", "--demo", "--exit-after-demo")
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("The demo could not go on: 400: messages: ")
+    assert "Traceback" not in completed.stderr
+
+
+def test_bench_in_process_prints_json(tiny_model: Path) -> None:
+    completed = run("bench", tiny_model, "--prefix-tokens", "64", "--suffix-tokens", "8", "--repeats", "1", "--json")
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
+    assert result["target"] == "tiny, in process"
+    assert [row["cached_tokens"] for row in result["prefixes"]] == [64]
+
+
+def test_bench_beyond_the_context_is_one_line(tiny_model: Path) -> None:
+    completed = run("bench", tiny_model, "--max-context", "50", "--prefix-tokens", "64", "--repeats", "1")
+    assert completed.returncode == 1
+    assert "the longest context is 50 tokens" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
+def test_bench_of_no_server_is_one_line() -> None:
+    completed = run("bench", "--url", "http://127.0.0.1:9")
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("anaphora: http://127.0.0.1:9: no list of models: ")
