@@ -65,7 +65,11 @@ class BlockDigests:
             parent: the digest of the block before the first, or the `root` of the namespace.
             tokens: the ids of whole blocks; `bytes` are packed int32 ids.
             extras: what `extra_keys` says of these blocks: one entry a block, or None where no block has any.
+
+        Raises ValueError for a parent that is no digest, a last block that is not full, or extras of another length.
         """
+        if len(parent) != self.digest_size:
+            raise ValueError(f"parent: expected a digest of {self.digest_size} bytes, got {len(parent)} bytes")
         packed = whole_blocks(tokens, block_size)
         width = block_size * TOKEN_BYTES
         starts = range(0, len(packed), width)
@@ -78,6 +82,7 @@ class BlockDigests:
                 parent = state.digest()
                 digests.append(parent)
             return digests
+        require_one_a_block(extras, len(starts))
         for start, block_extras in zip(starts, extras, strict=True):
             content = block_extras.content if block_extras else None
             state = (self._with_extras if content else self._plain).copy()
@@ -113,6 +118,12 @@ def whole_blocks(tokens: TokenIds, block_size: int) -> bytes:
         ids.byteswap()
         return ids.tobytes()
     return packed
+
+
+def require_one_a_block(extras: Sequence[Extras | None], num_blocks: int) -> None:
+    """Raise ValueError unless there are as many extras as blocks."""
+    if len(extras) != num_blocks:
+        raise ValueError(f"extras: expected one entry for each of {num_blocks} blocks, got {len(extras)}")
 
 
 def _framed(value: str | None) -> bytes:

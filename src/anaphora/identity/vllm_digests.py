@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from functools import cache, partial
 from hashlib import sha256
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from anaphora.identity.digests import BlockDigests, whole_blocks
+from anaphora.identity.digests import BlockDigests, require_one_a_block, whole_blocks
 from anaphora.identity.serializers import CborSerializer, ExtraKey, ExtraKeys, PickleSerializer, Tag
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class VllmDigests(BlockDigests):
         self._hash: Callable[[bytes], Any] = _xxh3_128() if is_xxhash else sha256
         self.digest_size = 16 if is_xxhash else 32
         self._serializer = CborSerializer() if algorithm.endswith("cbor") else PickleSerializer()
+        # Block sizes are few, and what is fixed by them is asked for with every chain.
+        self._heads, self._opening = cache(self._serializer.heads), cache(self._serializer.opening)
+        self._closing = cache(partial(self._serializer.closing, extra_keys=()))
         self._tagged = version == "0.32"
         if seed is None and version == "0.26":
             self._none_hash = secrets.token_bytes(32)
@@ -106,9 +110,10 @@ class VllmDigests(BlockDigests):
     def _digest(
         self, parent: bytes, blocks: list[bytes], block_size: int, extras: Sequence[Extras | None] | None
     ) -> list[bytes]:
-        serializer, new, join = self._serializer, self._hash, b"".join
-        opening = serializer.opening(block_size)
-        heads, next_heads = (serializer.heads(size, block_size) for size in (len(parent), self.digest_size))
+        if len(parent) not in {self.digest_size, len(self._none_hash)}:
+            raise ValueError(f"parent: expected a digest of {self.digest_size} bytes, got {len(parent)} bytes")
+        new, join, opening = self._hash, b"".join, self._opening(block_size)
+        heads, next_heads = self._heads(len(parent), block_size), self._heads(self.digest_size, block_size)
         digests: list[bytes] = []
         for ids, closing in zip(blocks, self._closings(block_size, len(blocks), extras), strict=True):
             parent = new(join((heads[len(ids) + len(closing)], parent, opening, ids, closing))).digest()
@@ -118,9 +123,10 @@ class VllmDigests(BlockDigests):
         return digests
 
     def _closings(self, block_size: int, num_blocks: int, extras: Sequence[Extras | None] | None) -> Iterable[bytes]:
-        plain = self._serializer.closing(block_size, ())
+        plain = self._closing(block_size)
         if extras is None:
             return repeat(plain, num_blocks)
+        require_one_a_block(extras, num_blocks)
         closings: dict[Extras | None, bytes] = {None: plain}
         for block_extras in dict.fromkeys(extras):
             if block_extras is not None:
