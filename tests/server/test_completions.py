@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.server.events import read_events
+from tests.server.live_server import serving_fake
 
 if TYPE_CHECKING:
     from tests.server.live_server import LiveServer
@@ -106,7 +107,8 @@ def test_neutral_values_of_unsupported_fields_are_accepted(live: LiveServer) -> 
     assert answer(live, "abc", **fields)["choices"][0]["text"] == "de"
 
 
-def test_without_caching_nothing_is_found_or_left(own: LiveServer) -> None:
-    answer(own, "a" * 40)
-    request = own.engine.service.requests[-1]
-    assert (request.read_cache, request.write_cache) == (True, True)
+def test_server_without_caching_finds_and_leaves_nothing() -> None:
+    with serving_fake(uses_cache=False) as server:
+        bodies = [answer(server, "a" * 40) for _ in range(2)]
+        assert server.engine.manager.num_cached_blocks == 0
+    assert [body["usage"]["prompt_tokens_details"] for body in bodies] == [{"cached_tokens": 0}] * 2

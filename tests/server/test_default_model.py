@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 NAME = "SmolLM2-135M-Instruct"
-SECTION = HANDBOOK[:900]
+SECTION = HANDBOOK[:600]
 FRANCE: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -38,7 +38,7 @@ def client(default_model: Model) -> Iterator[openai.OpenAI]:
 
 def ask(client: openai.OpenAI, messages: list[ChatCompletionMessageParam], salt: str | None = None) -> ChatCompletion:
     return client.chat.completions.create(
-        model=NAME, messages=messages, temperature=0, max_tokens=16, extra_body={"cache_salt": salt}
+        model=NAME, messages=messages, temperature=0, max_tokens=8, extra_body={"cache_salt": salt}
     )
 
 

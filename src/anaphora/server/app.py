@@ -47,7 +47,7 @@ _CLIENT_CLOSED_REQUEST = 499  # never seen by anyone: the client is gone
 class OpenAIServer:
     """OpenAI's endpoints over one engine and one model.
 
-    body_limit_bytes: longer request bodies are refused, unread.
+    body_limit_bytes: longer request bodies are refused.
     uses_cache: whether requests read and write the prefix cache.
     """
 

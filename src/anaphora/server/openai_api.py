@@ -376,6 +376,6 @@ def _room(prompt: bytes, model: ServedModel) -> int:
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(strings) > MAX_STOP_STRINGS:
-        raise bad_field("stop", f"expected at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    if len(strings) > MAX_STOP_STRINGS or not all(strings):
+        raise bad_field("stop", f"expected at most {MAX_STOP_STRINGS} strings, none of them empty")
     return strings

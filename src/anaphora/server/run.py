@@ -22,6 +22,8 @@ SHUTDOWN_GRACE_S = 5.0
 """How long requests may go on once the server was told to stop."""
 
 _POLL_S = 0.05
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (httpx: 5 s), so that none is closed just as it is used again."""
 
 
 class ListenError(Exception):
@@ -75,7 +77,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, api: OpenAIServer, *, on_started: Callable[[], None] | None = None) -> None:
         super().__init__(
-            uvicorn.Config(api.app, log_level="warning", access_log=False, lifespan="on", server_header=False)
+            uvicorn.Config(
+                api.app,
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
         )
         self._api = api
         self._on_started = on_started
