@@ -301,6 +301,17 @@ class TestDuplicates:
         assert manager.num_free_blocks == 8
         assert run(manager, tokens(1, 9)) == 8
 
+    def test_of_several_copies_the_earliest_takes_the_place_of_the_first(self, make):
+        manager = make(40)
+        copies = [manager.start(tokens(1, 5)) for _ in range(5)]
+        for sequence in copies:
+            assert manager.allocate(sequence, 5)
+        for sequence in copies:
+            manager.commit(sequence, 5)
+        manager.abort(copies[0])
+        if isinstance(manager._index, RadixIndex):
+            assert admit(manager, tokens(1, 5)).block_table[0] == copies[1].block_table[0]
+
     def test_new_content_after_a_copy_is_found_below_it(self, make):
         manager = make(12)
         first, second = manager.start(tokens(1, 5)), manager.start([*tokens(1, 4), *tokens(31, 35)])

@@ -80,7 +80,7 @@ class HashIndex:
         """Per block the prefix that it ends, None for a block without a name."""
         self._roots: dict[Namespace, _Root] = {}
         self._num_named_free = 0
-        self.holders: set[Sequence] = set()
+        self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
 
@@ -116,7 +116,7 @@ class HashIndex:
     def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
         """Count the sequence as one more holder of each block found."""
         self.version += 1
-        self.holders.add(sequence)
+        self.holders[sequence] = None
         prefix, found = hit.where
         for block in found:
             if not self._num_holders[block]:
@@ -137,7 +137,7 @@ class HashIndex:
     def release(self, sequence: Sequence) -> None:
         """Count one holder less, last block first: named blocks go to the tail of the queue, the others to its head."""
         self.version += 1
-        self.holders.remove(sequence)
+        del self.holders[sequence]
         self._stand(sequence, None)
         named, blank = array("i"), array("i")
         for block in reversed(sequence.block_table):
@@ -263,7 +263,7 @@ class HashIndex:
     def share(self, parent: Sequence, child: Sequence) -> None:
         """One more holder for each block."""
         self.version += 1
-        self.holders.add(child)
+        self.holders[child] = None
         self._stand(child, parent.index_state)
         for block in child.block_table:
             self._num_holders[block] += 1

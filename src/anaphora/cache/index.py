@@ -41,8 +41,8 @@ class PrefixIndex(Protocol):
     num_evicted_blocks: int
     version: int
     """Grows with every change, so that a lookup can be kept for as long as it holds."""
-    holders: set[Sequence]
-    """The sequences that hold blocks: from `pin` to `release`."""
+    holders: dict[Sequence, None]
+    """The sequences that hold blocks, from `pin` to `release`, in order of admission."""
 
     @property
     def num_available(self) -> int:

@@ -53,7 +53,7 @@ class RadixIndex:
         """Holders whose table differs from the tree somewhere on the path to their tail."""
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
-        self.holders: set[Sequence] = set()
+        self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
 
@@ -80,7 +80,7 @@ class RadixIndex:
     def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
         """Lock the path to the hit's end, splitting its last node if it matched in part."""
         self.version += 1
-        self.holders.add(sequence)
+        self.holders[sequence] = None
         sequence.num_indexed_blocks = hit.num_blocks
         if hit.where is None:
             root = self._tree.lane(sequence.namespace)
@@ -102,7 +102,7 @@ class RadixIndex:
     def release(self, sequence: Sequence) -> None:
         """Unlock the path, leaf first; blocks that are the sequence's own become blank."""
         self.version += 1
-        self.holders.remove(sequence)
+        del self.holders[sequence]
         self._give_back(sequence.block_table[sequence.num_indexed_blocks :])
         if sequence in self._duplicating:
             self._duplicating.remove(sequence)
@@ -271,7 +271,7 @@ class RadixIndex:
         for sequence in self.holders:
             own = {node: (sequence, first, last) for node, first, last in self._duplicated(sequence)}
             held.update(node for node in sequence.index_state.path() if node not in own)
-            duplicated |= own
+            duplicated = own | duplicated  # where there are several copies, the earliest holder's
         for node, (sequence, first, last) in duplicated.items():
             if node not in held:
                 self._replace_blocks(node, sequence.block_table[first:last])
@@ -282,7 +282,7 @@ class RadixIndex:
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Lock the parent's tail once more; count one more holder for blocks outside the tree."""
         self.version += 1
-        self.holders.add(child)
+        self.holders[child] = None
         tail: Node = parent.index_state
         tail.ref += 1
         child.index_state = tail
@@ -324,7 +324,7 @@ class RadixIndex:
             node = node.parent
         return True
 
-    def _let_go(self, cut_off: set[Node]) -> None:
+    def _let_go(self, cut_off: dict[Node, None]) -> None:
         """Make the blocks of pinned nodes that are no part of the tree any more their holders' own."""
         if self._events is not None:
             self._events.extend(BlockRemoved(tuple(node.digests or ())) for node in cut_off)

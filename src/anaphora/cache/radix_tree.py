@@ -221,7 +221,7 @@ class RadixTree:
         if node.digests:
             del node.digests[num_blocks:]
 
-    def cut_off(self, node: Node, num_blocks: int, on_evict: Callable[[Node, int], None]) -> set[Node]:
+    def cut_off(self, node: Node, num_blocks: int, on_evict: Callable[[Node, int], None]) -> dict[Node, None]:
         """Take everything after a node's first `num_blocks` blocks out of the tree.
 
         `on_evict` is told of each unpinned node that goes. Pinned ones are returned: they are no part of the tree any
@@ -238,16 +238,16 @@ class RadixTree:
                 on_evict(node, num_blocks)
                 self.num_evictable_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
-                return set()
+                return {}
         parent = node.parent
         assert parent is not None
-        pinned: set[Node] = set()
+        pinned: dict[Node, None] = {}
         stack = [node]
         while stack:
             lower = stack.pop()
             stack.extend(lower.kids.values())
             if lower.ref:
-                pinned.add(lower)
+                pinned[lower] = None
             else:
                 on_evict(lower, 0)
                 del self.evictable[lower]
