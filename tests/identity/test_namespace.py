@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -40,6 +41,6 @@ def test_a_namespace_from_another_process_is_found_in_a_dictionary_here():
     make += "sys.stdout.buffer.write(pickle.dumps(Namespace(model='m', salt='s')))"
     for seed in ("0", "1"):
         made = subprocess.run(
-            [sys.executable, "-c", make], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", make], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         )
         assert pickle.loads(made.stdout) in {Namespace(model="m", salt="s")}

@@ -99,6 +99,7 @@ def test_a_long_prompt_is_encoded_in_pieces_without_a_seam():
 
 
 @given(ALGORITHM, st.lists(st.tuples(TEXT, st.integers(-70_000, 70_000)), max_size=4), TEXT, TEXT, st.none() | TEXT)
+@example("sha256", [("d" * 255, -1)], "n" * 255, "p" * 256, "s" * 257)
 def test_extra_keys_are_digested_as_separate_objects_but_for_the_tag_words(algorithm, items, name, path, salt):
     extras = Extras(Adapter("w", name=name, path=path), tuple(MediaKey(d, o, 1) for d, o in items), salt)
     names = VllmDigests(algorithm)
@@ -141,6 +142,17 @@ def test_the_salt_stands_on_the_first_block_and_rekeys_all_that_follow(algorithm
     plain = names.chain(names.root(DEFAULT_NAMESPACE), ids, 2)
     assert names.root(salted) == names.root(DEFAULT_NAMESPACE)
     assert not set(plain) & set(names.chain(names.root(salted), ids, 2, extras))
+
+
+def test_blocks_after_the_last_row_of_embeddings_carry_the_digest_of_no_rows():
+    rows = bytes(range(6))
+    extras = extra_keys(DEFAULT_NAMESPACE, (PromptEmbeds(0, rows, 2),), 0, 3, 2)
+    assert extras is not None
+    assert [block and vllm_extra_keys(block) for block in extras] == [
+        (("prompt_embeds", sha256(rows[:4]).digest()),),
+        (("prompt_embeds", sha256(rows[4:]).digest()),),
+        (("prompt_embeds", sha256(b"").digest()),),
+    ]
 
 
 @given(ALGORITHM, st.lists(st.integers(1, 4), min_size=1, max_size=6))
@@ -196,7 +208,9 @@ class TestSeeds:
             roots = [names.root(DEFAULT_NAMESPACE) for names in made]
             assert roots[0] != roots[1]
             assert [len(root) for root in roots] == [size, size]
-            assert [len(name) for name in made[0].chain(roots[0], [1, 2, 3, 4], 2)] == [16, 16]
+            first, second = made[0].chain(roots[0], [1, 2, 3, 4], 2)
+            assert [len(first), len(second)] == [16, 16]
+            assert made[0].chain(first, [3, 4], 2) == [second]
 
     @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
     def test_a_digest_that_anybody_can_compute_and_collide_is_refused_unless_allowed(self, algorithm):
