@@ -143,7 +143,8 @@ class ReferenceExecutor:
 
     def _forward(self, tokens: NDArray[np.int32], sequences: list[_Sequence], pages: KVPages) -> Array:
         shape, product = self._shape, self._layer_product
-        num_rows, num_kv_heads = len(tokens), shape.num_kv_heads
+        num_rows = len(tokens)
+        first_key, first_value = shape.num_heads, shape.num_heads + shape.num_kv_heads
         slots = np.concatenate([sequence.slots for sequence in sequences])
         positions = np.concatenate([sequence.positions for sequence in sequences])
         cosines, sines = self._cosines[positions], self._sines[positions]
@@ -154,7 +155,7 @@ class ReferenceExecutor:
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
             heads = qkv.reshape(num_rows, -1, shape.head_dim)
-            queries, keys, values = np.split(heads, [shape.num_heads, shape.num_heads + num_kv_heads], axis=1)
+            queries, keys, values = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
             if layer.q_norm is not None and layer.k_norm is not None:
                 queries = rms_norm(queries, layer.q_norm, shape.rms_norm_eps)
                 keys = rms_norm(keys, layer.k_norm, shape.rms_norm_eps)
@@ -169,9 +170,8 @@ class ReferenceExecutor:
             hidden += product(attended.reshape(num_rows, -1), layer.o)
 
             gate_up = product(rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps), layer.gate_up)
-            gate, up = np.split(gate_up, 2, axis=1)
-            activated = silu(gate)
-            activated *= up
+            activated = silu(gate_up[:, : shape.intermediate_size])
+            activated *= gate_up[:, shape.intermediate_size :]
             hidden += product(activated, layer.down)
         return hidden
 
@@ -294,5 +294,6 @@ class _Sequence:
 
 def _rotate(heads: Array, cosines: Array, sines: Array) -> Array:
     """Turn heads [n, heads, head_dim] by their positions' angles [n, 1, head_dim / 2] (RoPE, Su et al. 2021)."""
-    left, right = np.split(heads, 2, axis=-1)
+    half = heads.shape[-1] // 2
+    left, right = heads[..., :half], heads[..., half:]
     return np.concatenate([left * cosines - right * sines, right * cosines + left * sines], axis=-1)

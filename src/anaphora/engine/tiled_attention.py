@@ -2,7 +2,7 @@
 
 A query meets the keys of its sequence tile by tile, tile i being the tokens i * KEY_TILE .. (i + 1) * KEY_TILE - 1
 whatever the block size, the blocks' places and the span that the query came with. Running maximum, sum and output are
-merged from first tile to last (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Hidden keys
+merged from first tile to last (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Masked keys
 get the probability 0, and a tile in which a query sees nothing leaves its state as it was, so skipping it or not makes
 no difference.
 """
@@ -33,11 +33,11 @@ _BELOW_ALL_SCORES = np.float32(-1e30)
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Consecutive tokens of a span that see keys of one tile; hidden [tokens, KEY_TILE] marks those they do not."""
+    """Consecutive tokens of a span that see keys of one tile; masked [tokens, KEY_TILE] marks those they do not."""
 
     start: int
     stop: int
-    hidden: NDArray[np.bool_] | None
+    masked: NDArray[np.bool_] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ def plan_tiles(
         for first in range(0, num_tokens, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, num_tokens)
             queries = np.arange(start + first, start + last)[:, None]
-            hidden = keys > queries
+            masked = keys > queries
             if window is not None:
-                hidden |= keys <= queries - window
-            if not hidden.all():
-                query_blocks.append(QueryBlock(first, last, hidden if hidden.any() else None))
+                masked |= keys <= queries - window
+            if not masked.all():
+                query_blocks.append(QueryBlock(first, last, masked if masked.any() else None))
         if query_blocks:
             block_ids = np.zeros(blocks_per_tile, np.int64)
             blocks = block_table[first_key // block_size :][:blocks_per_tile]
@@ -96,9 +96,9 @@ def attend(queries: Array, pages: KVPages, layer: int, tiles: list[KeyTile], pro
         for block in tile.query_blocks:
             here = slice(block.start * group, block.stop * group)
             scores = product(rows[:, here], keys)
-            if block.hidden is not None:
+            if block.masked is not None:
                 by_token = scores.reshape(num_kv_heads, block.stop - block.start, group, KEY_TILE)
-                np.copyto(by_token, -np.inf, where=block.hidden[:, None])
+                np.copyto(by_token, -np.inf, where=block.masked[:, None])
             new_largest = np.maximum(largest[:, here], scores.max(axis=-1))
             scores -= new_largest[..., None]
             probabilities = np.exp(scores, out=scores)
@@ -107,6 +107,6 @@ def attend(queries: Array, pages: KVPages, layer: int, tiles: list[KeyTile], pro
             total[:, here] = total[:, here] * kept + probabilities.sum(axis=-1)
             mixed[:, here] = mixed[:, here] * kept[..., None] + product(probabilities, values)
     mixed /= total[..., None]
-    # A tile of hidden keys adds 0.0, which turns -0.0 to 0.0 and changes nothing else: so that is done for all.
+    # A tile of masked keys adds 0.0, which turns -0.0 to 0.0 and changes nothing else: so that is done for all.
     mixed += 0.0
     return mixed.reshape(num_kv_heads, num_tokens, group, head_dim).transpose(1, 0, 2, 3).reshape(queries.shape)
