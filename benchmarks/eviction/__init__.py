@@ -1,0 +1,1 @@
+"""Hit rate of eviction policies at equal memory, beside the clairvoyant optimum."""
