@@ -45,7 +45,7 @@ class VllmDigests(BlockDigests):
 
     Raises ValueError for the unsafe combination, ModuleNotFoundError without the xxhash package.
 
-    Cost: 1.1 us a block of 16 tokens with sha256, 0.75 us with xxhash, both serialisers.
+    Cost: 6 us a chain, and for each block of 16 tokens 1.1 us with sha256, 0.8 us with xxhash, both serialisers.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class VllmDigests(BlockDigests):
     ) -> list[bytes]:
         """Return the digests of consecutive full blocks of ids of up to 64 bits, which only vLLM has.
 
-        Raises ValueError for an id that does not fit, or if the last block is not full. Cost: 0.1 us an id more.
+        Raises ValueError for an id that does not fit, or if the last block is not full. Cost: 0.2 us an id more.
         """
         if block_size < 1 or len(ids) % block_size:
             raise ValueError(f"ids: {len(ids)} ids are no whole number of blocks of {block_size}")
