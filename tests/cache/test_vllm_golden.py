@@ -100,8 +100,8 @@ class Replay:
         while stack:
             prefix = stack.pop()
             stack.extend(prefix.kids.values())
-            if prefix.blocks:
-                cached[prefix.digest.hex() + "00000000"] = prefix.blocks
+            if any(prefix.blocks):
+                cached[prefix.digest.hex() + "00000000"] = prefix.blocks[0]
         return {
             "free_queue": list(index._free),
             "ref_cnt": {str(block): count for block, count in enumerate(index._num_holders) if count},

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from anaphora.cache.events import Event
     from anaphora.cache.segments import BlockContent
     from anaphora.cache.sequence import Sequence
+    from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
 
 
@@ -35,20 +36,25 @@ Label: TypeAlias = "bytes | tuple[bytes, BlockContent]"
 class _Prefix:
     """A prefix of whole blocks under one namespace, known because it, or one that extends it, is cached or in use.
 
-    blocks: those that hold its last block's KV, in the order in which they were inserted; none of it is cached if empty
-    (then something that extends it is: an orphan of an explicit eviction).
+    blocks: per layer group those that hold its last block's KV, in the order in which they were inserted. Where there
+        are none, it is known for the sake of what extends it.
     num_standing: sequences whose indexed blocks end here.
     """
 
     __slots__ = ("blocks", "digest", "kids", "label", "num_standing", "parent")
 
-    def __init__(self, parent: _Prefix | None, label: Label, digest: bytes) -> None:
+    def __init__(self, parent: _Prefix | None, label: Label, digest: bytes, num_groups: int) -> None:
         self.parent = parent
         self.label = label
         self.digest = digest
         self.kids: dict[Label, _Prefix] = {}
         self.num_standing = 0
-        self.blocks: list[int] = []
+        self.blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether nothing is cached here or beyond, and nobody stands here."""
+        return not (self.kids or self.num_standing or any(self.blocks))
 
 
 class _Root(_Prefix):
@@ -57,7 +63,7 @@ class _Root(_Prefix):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace, digest: bytes) -> None:
-        super().__init__(None, b"", digest)
+        super().__init__(None, b"", digest, 0)
         self.namespace = namespace
 
 
@@ -68,16 +74,26 @@ class HashIndex:
     Cost: O(1) a block for everything; a digest for each block of a prefix that was not known.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests, events: list[Event] | None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        digests: BlockDigests,
+        events: list[Event] | None,
+        windows: Windows,
+    ) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._width = block_size * TOKEN_BYTES
         self._digests = digests
         self._events = events
+        self._windows = windows
         self._free = FreeQueue(num_blocks)
         self._num_holders = [0] * (num_blocks + 1)
         self._prefixes: list[_Prefix | None] = [None] * (num_blocks + 1)
         """Per block the prefix that it ends, None for a block without a name."""
+        self._group = bytearray(num_blocks + 1)
+        """Per named block its layer group."""
         self._roots: dict[Namespace, _Root] = {}
         self._num_named_free = 0
         self.holders: dict[Sequence, None] = {}
@@ -97,36 +113,50 @@ class HashIndex:
     # -- finding and holding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
-        """Walk down the known prefixes until one is not cached. `where` is the last one and the blocks found."""
-        num_holders = self._num_holders
-        found = array("i")
-        num_unpinned = 0
+        """Walk down the known prefixes for as long as every full-attention group has them cached, then shorten to what
+        every window group can serve. `where` is the path of prefixes."""
+        path: list[_Prefix] = []
         prefix: _Prefix | None = self._roots.get(sequence.namespace)
+        full = self._windows.full_groups
         if prefix is not None:
             for position in range(max_blocks):
-                kid = prefix.kids.get(self._label(sequence, position))
-                if kid is None or not kid.blocks:
+                prefix = prefix.kids.get(self._label(sequence, position))
+                if prefix is None:
                     break
-                prefix = kid
-                block = kid.blocks[0]
-                found.append(block)
-                num_unpinned += not num_holders[block]
-        return Hit(len(found), num_unpinned, (prefix, found))  # no prefix: a namespace that nobody has used
+                for group in full:
+                    if not prefix.blocks[group]:
+                        break
+                else:
+                    path.append(prefix)
+                    continue
+                break
+        num_full = len(path)
+        num_hit = self._windows.fit(num_full, lambda group, position: bool(path[position].blocks[group]))
+        del path[num_hit:]
+        num_holders = self._num_holders
+        num_unpinned = 0
+        for group, first in enumerate(self._windows.first_needed(num_hit)):
+            for position in range(first, num_hit):
+                num_unpinned += not num_holders[path[position].blocks[group][0]]
+        return Hit(num_hit, num_unpinned, path, num_full)
 
-    def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
+    def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Count the sequence as one more holder of each block found."""
         self.version += 1
         self.holders[sequence] = None
-        prefix, found = hit.where
-        for block in found:
-            if not self._num_holders[block]:
-                self._free.remove(block)
-                self._num_named_free -= 1
-            self._num_holders[block] += 1
+        path: list[_Prefix] = hit.where
+        for group, first in enumerate(self._windows.first_needed(hit.num_blocks)):
+            table = sequence.block_tables[group]
+            table.extend([0] * first)
+            for prefix in path[first:]:
+                block = prefix.blocks[group][0]
+                table.append(block)
+                if not self._num_holders[block]:
+                    self._free.remove(block)
+                    self._num_named_free -= 1
+                self._num_holders[block] += 1
         sequence.num_indexed_blocks = hit.num_blocks
-        self._stand(sequence, prefix if prefix is not None else self._root(sequence.namespace))
-        table: array[int] = found[:]
-        return table
+        self._stand(sequence, path[-1] if path else self._root(sequence.namespace))
 
     def _root(self, namespace: Namespace) -> _Root:
         root = self._roots.get(namespace)
@@ -139,14 +169,37 @@ class HashIndex:
         self.version += 1
         del self.holders[sequence]
         self._stand(sequence, None)
+        for table in sequence.block_tables:
+            self._let_go(table)
+
+    def _let_go(self, blocks: array[int]) -> None:
         named, blank = array("i"), array("i")
-        for block in reversed(sequence.block_table):
+        for block in reversed(blocks):
+            if not block:
+                continue
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 (named if self._prefixes[block] else blank).append(block)
         self._free.prepend(blank)
         self._free.append(named)
         self._num_named_free += len(named)
+
+    def num_leaving(self, sequence: Sequence) -> int:
+        """Blocks of tokens that the windows have left and that nobody else holds."""
+        num_leaving = 0
+        for group, first in self._windows.left_behind(sequence.num_computed_tokens):
+            for block in sequence.block_tables[group][:first]:
+                num_leaving += block > 0 and self._num_holders[block] == 1
+        return num_leaving
+
+    def slide(self, sequence: Sequence) -> None:
+        """Let go the blocks of tokens that the windows have left; the null block takes their place."""
+        for group, first in self._windows.left_behind(sequence.num_computed_tokens):
+            table = sequence.block_tables[group]
+            if any(table[:first]):
+                self.version += 1
+                self._let_go(table[:first])
+                table[:first] = array("i", [0] * first)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -166,9 +219,10 @@ class HashIndex:
         prefix = self._prefixes[block]
         assert prefix is not None
         self._prefixes[block] = None
-        prefix.blocks.remove(block)
+        group = self._group[block]
+        prefix.blocks[group].remove(block)
         if self._events is not None:
-            self._events.append(BlockRemoved((prefix.digest,)))
+            self._events.append(BlockRemoved((prefix.digest,), group=group))
         self._prune(prefix)
 
     # -- learning --------------------------------------------------------------------------------------------------
@@ -178,33 +232,51 @@ class HashIndex:
         self.version += 1
         prefix: _Prefix = sequence.index_state
         first = sequence.num_indexed_blocks
-        num_known = first
-        parent = prefix.digest if first else None
-        names: list[bytes] = []
-        while num_known < num_blocks and (kid := prefix.kids.get(self._label(sequence, num_known))):
-            self._put(sequence.block_table[num_known], kid)
-            names.append(kid.digest)
+        path: list[_Prefix] = []
+        for position in range(first, num_blocks):
+            kid = prefix.kids.get(self._label(sequence, position))
+            if kid is None:
+                break
+            path.append(kid)
             prefix = kid
-            num_known += 1
-        new = self._chain(sequence, prefix.digest, num_known, num_blocks)
-        for position, digest in enumerate(new, num_known):
+        num_known = first + len(path)
+        for position, digest in enumerate(self._chain(sequence, prefix.digest, num_known, num_blocks), num_known):
             label = self._label(sequence, position)
-            kid = prefix.kids[label] = _Prefix(prefix, label, digest)
-            self._put(sequence.block_table[position], kid)
+            kid = prefix.kids[label] = _Prefix(prefix, label, digest, self._windows.num_groups)
+            path.append(kid)
             prefix = kid
+        for group, table in enumerate(sequence.block_tables):
+            self._name(sequence, group, table, path)
         self._stand(sequence, prefix)
         sequence.num_indexed_blocks = num_blocks
-        if self._events is not None:
-            self._events.append(
-                BlockStored(
-                    digests=(*names, *new),
-                    parent=parent,
-                    tokens=bytes(sequence.tokens[first * self._width : num_blocks * self._width]),
-                    block_size=self._block_size,
-                    namespace=sequence.namespace,
-                    extras=extra_keys(sequence.namespace, sequence.media, first, num_blocks - first, self._block_size),
-                )
+
+    def _name(self, sequence: Sequence, group: int, table: array[int], path: list[_Prefix]) -> None:
+        """Give the blocks of one group that have become full, from `num_indexed_blocks` on, to their prefixes."""
+        first = sequence.num_indexed_blocks
+        keeps = self._windows.retained(group, sequence, first, first + len(path))
+        named = [
+            (position, prefix) for position, prefix in enumerate(path, first) if table[position] and position in keeps
+        ]
+        for position, prefix in named:
+            block = table[position]
+            prefix.blocks[group].append(block)
+            self._prefixes[block] = prefix
+            self._group[block] = group
+        if self._events is None or not named:
+            return
+        start, prefix = named[0]
+        end = named[-1][0] + 1
+        self._events.append(
+            BlockStored(
+                digests=tuple(prefix.digest for _, prefix in named),
+                parent=prefix.parent.digest if prefix.parent is not None and prefix.parent.parent is not None else None,
+                tokens=bytes(sequence.tokens[start * self._width : end * self._width]),
+                block_size=self._block_size,
+                namespace=sequence.namespace,
+                extras=extra_keys(sequence.namespace, sequence.media, start, end - start, self._block_size),
+                group=group,
             )
+        )
 
     def _label(self, sequence: Sequence, position: int) -> Label:
         start = position * self._width
@@ -214,10 +286,6 @@ class HashIndex:
             if content is not None:
                 return label, content
         return label
-
-    def _put(self, block: int, prefix: _Prefix) -> None:
-        prefix.blocks.append(block)
-        self._prefixes[block] = prefix
 
     def _stand(self, sequence: Sequence, prefix: _Prefix | None) -> None:
         """Move the sequence to another prefix, or away; the one that it leaves may be of no use any more."""
@@ -230,7 +298,7 @@ class HashIndex:
             self._prune(left)
 
     def _prune(self, prefix: _Prefix) -> None:
-        while not (prefix.blocks or prefix.kids or prefix.num_standing):
+        while prefix.is_useless:
             if prefix.parent is None:
                 if isinstance(prefix, _Root):
                     del self._roots[prefix.namespace]
@@ -265,8 +333,9 @@ class HashIndex:
         self.version += 1
         self.holders[child] = None
         self._stand(child, parent.index_state)
-        for block in child.block_table:
-            self._num_holders[block] += 1
+        for table in child.block_tables:
+            for block in filter(None, table):
+                self._num_holders[block] += 1
 
     def is_shared(self, block: int) -> bool:
         """Whether several sequences hold it."""
@@ -307,19 +376,22 @@ class HashIndex:
         for sequence in self.holders:
             prefix: _Prefix = sequence.index_state
             num_standing[prefix] = num_standing.get(prefix, 0) + 1
-            table = sequence.block_table
-            require(len(set(table)) == len(table), "a block stands twice in a table")
-            for block in table:
+            held = [block for table in sequence.block_tables for block in table if block]
+            require(len(set(held)) == len(held), "a block stands twice in a sequence's tables")
+            for block in held:
                 require(1 <= block <= self._num_blocks, f"block {block} is none of the pool's")
                 num_holders[block] += 1
             for position in range(sequence.num_indexed_blocks - 1, -1, -1):
-                require(self._prefixes[table[position]] in {prefix, None}, "a block with another prefix in a table")
+                for table in sequence.block_tables:
+                    block = table[position]
+                    require(not block or self._prefixes[block] in {prefix, None}, "a block with another prefix")
                 require(self._label(sequence, position) == prefix.label, "a prefix of other tokens")
                 assert prefix.parent is not None
                 prefix = prefix.parent
             require(prefix is self._roots.get(sequence.namespace), "a sequence stands under another namespace")
-            for block in table[sequence.num_indexed_blocks :]:
-                require(self._prefixes[block] is None, "named, but not committed")
+            for table in sequence.block_tables:
+                for block in table[sequence.num_indexed_blocks :]:
+                    require(not block or self._prefixes[block] is None, "named, but not committed")
         require(num_holders == self._num_holders, "the counts of holders are wrong")
         free = list(self._free)
         require(len(free) == len(set(free)) == len(self._free), "the free queue is out of order")
@@ -330,8 +402,11 @@ class HashIndex:
         while stack:
             prefix = stack.pop()
             stack.extend(prefix.kids.values())
-            num_named += len(prefix.blocks)
-            require(all(self._prefixes[block] is prefix for block in prefix.blocks), "a block has another prefix")
+            for group, blocks in enumerate(prefix.blocks):
+                num_named += len(blocks)
+                for block in blocks:
+                    require(self._prefixes[block] is prefix, "a block has another prefix")
+                    require(self._group[block] == group, "a block is another group's")
             require(prefix.num_standing == num_standing.get(prefix, 0), "the count of those who stand here")
-            require(bool(prefix.blocks or prefix.kids or prefix.num_standing), "a prefix of no use was kept")
+            require(not prefix.is_useless, "a prefix of no use was kept")
         require(num_named == sum(prefix is not None for prefix in self._prefixes), "a named block is in no prefix")

@@ -27,12 +27,13 @@ def require(is_true: bool, what: str) -> None:
 
 
 class Hit(NamedTuple):
-    """A prefix that was found. `num_unpinned` of its `num_blocks` are held by nobody, so pinning them takes them away
-    from what can be handed out."""
+    """A prefix that was found. `num_unpinned` of the blocks that hold it are held by nobody, so pinning them takes them
+    away from what can be handed out. Full-attention layers alone could be served `num_full` blocks."""
 
     num_blocks: int
     num_unpinned: int
     where: Any
+    num_full: int
 
 
 class PrefixIndex(Protocol):
@@ -58,8 +59,16 @@ class PrefixIndex(Protocol):
         """Return the longest known prefix, at most `max_blocks` long. Changes nothing, not even recency."""
         ...
 
-    def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
-        """Make the sequence a holder of a hit found in the present state; return its block ids."""
+    def pin(self, sequence: Sequence, hit: Hit) -> None:
+        """Make the sequence a holder of a hit found in the present state; put its block ids into the tables."""
+        ...
+
+    def num_leaving(self, sequence: Sequence) -> int:
+        """Return how many more blocks `slide` would make available."""
+        ...
+
+    def slide(self, sequence: Sequence) -> None:
+        """Let go the blocks of tokens that the windows of layer groups have left; null blocks take their place."""
         ...
 
     def take(self, num_blocks: int) -> array[int]:

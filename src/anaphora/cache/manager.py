@@ -18,6 +18,7 @@ from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.segments import Segments
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
+from anaphora.cache.windows import Windows
 from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace, validate_media
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache.events import Event
+
+INHERITED = (
+    "media",
+    "num_computed_tokens",
+    "num_indexed_blocks",
+    "num_prompt_tokens",
+    "num_shared_blocks",
+    "publishes",
+    "recomputes_last_block",
+    "segments",
+    "state",
+    "was_admitted",
+    "_num_cached_tokens",
+)
+"""What a fork takes over from its parent as it is."""
 
 IndexKind = Literal["radix", "hash"]
 
@@ -39,6 +55,10 @@ class KVCacheManager:
         block_size: tokens in a block. Hits are whole blocks.
         index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
         digests: how blocks are named (`block_digests`, events); by default with a secret of this process's own.
+        windows: per layer group its attention window in tokens, None for full attention. Each group has a block table
+            of its own in `Sequence.block_tables`; all take their blocks from the one pool.
+        window_retention: which blocks of window groups stay findable: None all, 0 only those that the end of a prompt
+            or a prefix shared with another needs, n those needed at every n tokens too.
         events: whether to record what becomes findable and what no longer is, for `take_events`.
 
     What always holds (`check` asserts it): every block is free, held (by as many holders as count), or cached and
@@ -55,6 +75,8 @@ class KVCacheManager:
         index: IndexKind = "radix",
         digests: BlockDigests | None = None,
         events: bool = False,
+        windows: SequenceOf[int | None] = (None,),
+        window_retention: int | None = None,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
@@ -64,8 +86,11 @@ class KVCacheManager:
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
+        self._windows = Windows(windows, block_size, window_retention)
         self._events: list[Event] | None = [] if events else None
-        self._index: PrefixIndex = kinds[index](num_blocks, block_size, digests or BlockDigests(), self._events)
+        self._index: PrefixIndex = kinds[index](
+            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows
+        )
         self._forked: set[Sequence] = set()
         """Holders that may share a block which is not full."""
         self._copies: list[tuple[int, int]] = []
@@ -81,6 +106,7 @@ class KVCacheManager:
         media: SequenceOf[Media] = (),
         read_cache: bool = True,
         write_cache: bool = True,
+        recompute_last_block: bool = False,
     ) -> Sequence:
         """Return a handle for a prompt. Changes nothing: no block is held until the first `allocate`.
 
@@ -89,6 +115,8 @@ class KVCacheManager:
             media: images, audio and rows of embeddings in the prompt; blocks that they overlap match only where equal
                 items lie at equal places.
             read_cache: False computes everything anew (prompt log-probabilities need it).
+            recompute_last_block: a drafter needs the hidden states of the block before the first new token, so the last
+                block of a hit is computed again.
             write_cache: False leaves nothing of this sequence for others to find.
 
         Raises ValueError or TypeError for ids that are no int32.
@@ -96,11 +124,15 @@ class KVCacheManager:
         tokens = pack(token_ids)
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        if not media:
-            return Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
-        items = validate_media(media, len(tokens) // TOKEN_BYTES)
-        segments = Segments(items, self.block_size)
-        return Sequence(tokens, namespace, read_cache, write_cache, self.lookup, items, segments)
+        sequence = Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
+        if media:
+            sequence.media = validate_media(media, sequence.num_tokens)
+            sequence.segments = Segments(sequence.media, self.block_size)
+        if recompute_last_block:
+            sequence.recomputes_last_block = True
+        for _ in range(1, self._windows.num_groups):
+            sequence.block_tables.append(array("i"))
+        return sequence
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the next `num_tokens` tokens after those computed. Return False, with nothing changed, if the
@@ -115,14 +147,19 @@ class KVCacheManager:
             raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
         if sequence.state != "running":
             return self._admit(sequence, num_tokens)
-        missing = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_table)
-        if sequence in self._forked and num_tokens and self._is_tail_shared(sequence):
-            return self._unshare_tail(sequence, max(0, missing))
-        if missing <= 0:
+        index = self._index
+        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
+        missing = max(0, num_blocks - len(sequence.block_table)) * self._windows.num_groups
+        copies = num_tokens and sequence in self._forked and self._shared_tails(sequence)
+        if not missing and not copies:
             return True
-        if missing > self._index.num_available:
+        if missing + len(copies or ()) > index.num_available + index.num_leaving(sequence):
             return False
-        self._extend(sequence, self._index.take(missing))
+        index.slide(sequence)
+        if copies:
+            self._copy_tails(sequence, copies)
+        if missing:
+            self._extend(sequence, missing)
         return True
 
     def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -130,15 +167,16 @@ class KVCacheManager:
             raise ValueError("sequence: it is finished; start a new one")
         index = self._index
         hit = self._find(sequence)
-        missing = -(-num_tokens // self.block_size)
+        missing = -(-num_tokens // self.block_size) * self._windows.num_groups
         if missing > index.num_available - hit.num_unpinned:
             return False
-        sequence.block_table = index.pin(sequence, hit)
+        index.pin(sequence, hit)
         if missing:
-            self._extend(sequence, index.take(missing))
+            self._extend(sequence, missing)
         num_hit_tokens = hit.num_blocks * self.block_size
         sequence.num_computed_tokens = num_hit_tokens
         sequence.publishes = sequence.write_cache
+        sequence.num_shared_blocks = hit.num_full
         sequence.state = "running"
         stats = self._stats
         if sequence.was_admitted:
@@ -166,7 +204,7 @@ class KVCacheManager:
             )
         if num_computed > len(sequence.block_table) * self.block_size:
             raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
-        if sequence in self._forked and num_tokens and self._is_tail_shared(sequence):
+        if num_tokens and sequence in self._forked and self._shared_tails(sequence):
             raise ValueError(f"num_tokens: cannot commit {num_tokens} into a shared block; allocate first")
         sequence.num_computed_tokens = num_computed
         num_full = num_computed // self.block_size
@@ -213,21 +251,13 @@ class KVCacheManager:
         if sequence.state != "running":
             raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
         child = Sequence(
-            bytes(sequence.tokens),
-            sequence.namespace,
-            sequence.read_cache,
-            sequence.write_cache,
-            self.lookup,
-            sequence.media,
-            sequence.segments,
+            bytes(sequence.tokens), sequence.namespace, sequence.read_cache, sequence.write_cache, self.lookup
         )
-        child.publishes = sequence.publishes
-        child.state = "running"
-        child.was_admitted = True
-        child._num_cached_tokens = sequence._num_cached_tokens
-        child.num_computed_tokens = sequence.num_computed_tokens
-        child.num_indexed_blocks = sequence.num_indexed_blocks
-        child.block_table = sequence.block_table[: -(-sequence.num_computed_tokens // self.block_size)]
+        for name in INHERITED:
+            setattr(child, name, getattr(sequence, name))
+        num_blocks = -(-sequence.num_computed_tokens // self.block_size)
+        child.block_tables = [table[:num_blocks] for table in sequence.block_tables]
+        child.block_table = child.block_tables[0]
         self._index.share(sequence, child)
         self._forked |= {sequence, child}
         return child
@@ -328,39 +358,50 @@ class KVCacheManager:
         if sequence.hit_version != index.version:
             # At least one token is left to compute, or there would be no logits to go on from.
             max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
-            sequence.hit = index.find(sequence, max_blocks)
+            hit = index.find(sequence, max_blocks)
+            if sequence.recomputes_last_block and hit.num_blocks:
+                hit = index.find(sequence, hit.num_blocks - 1)
+            sequence.hit = hit
             sequence.hit_version = index.version
-        hit: Hit = sequence.hit
-        return hit
+        found: Hit = sequence.hit
+        return found
 
-    def _extend(self, sequence: Sequence, blocks: array[int]) -> None:
-        try:
-            sequence.block_table.extend(blocks)
-        except BufferError:  # someone still looks at the old buffer; leave it to them
-            sequence.block_table = sequence.block_table + blocks
+    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Append newly taken blocks to the tables, the same number to each."""
+        blocks = self._index.take(num_blocks)
+        tables = sequence.block_tables
+        share = num_blocks // len(tables)
+        for group, table in enumerate(tables):
+            part = blocks if len(tables) == 1 else blocks[group * share : (group + 1) * share]
+            try:
+                table.extend(part)
+            except BufferError:  # someone still looks at the old buffer; leave it to them
+                tables[group] = table + part
+        sequence.block_table = tables[0]
 
-    def _is_tail_shared(self, sequence: Sequence) -> bool:
+    def _shared_tails(self, sequence: Sequence) -> list[int]:
+        """The groups whose block for the next token is not empty, not full, and somebody else's too."""
         position, num_written = divmod(sequence.num_computed_tokens, self.block_size)
-        return bool(num_written) and self._index.is_shared(sequence.block_table[position])
+        if not num_written:
+            return []
+        tables = sequence.block_tables
+        return [group for group, table in enumerate(tables) if self._index.is_shared(table[position])]
 
-    def _unshare_tail(self, sequence: Sequence, missing: int) -> bool:
-        if missing + 1 > self._index.num_available:
-            return False
-        blocks = self._index.take(missing + 1)
+    def _copy_tails(self, sequence: Sequence, groups: list[int]) -> None:
         position = sequence.num_computed_tokens // self.block_size
-        shared, own = sequence.block_table[position], blocks.pop()
-        # A new table, since someone may still look at the old one.
-        sequence.block_table = sequence.block_table[:]
-        sequence.block_table[position] = own
-        sequence.block_table.extend(blocks)
-        self._index.leave(shared)
-        self._copies.append((shared, own))
-        return True
+        for group, own in zip(groups, self._index.take(len(groups)), strict=True):
+            # A new table, since someone may still look at the old one.
+            table = sequence.block_tables[group] = sequence.block_tables[group][:]
+            self._index.leave(table[position])
+            self._copies.append((table[position], own))
+            table[position] = own
+        sequence.block_table = sequence.block_tables[0]
 
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
         self._forked.discard(sequence)
-        sequence.block_table = array("i")
+        sequence.block_tables = [array("i") for _ in sequence.block_tables]
+        sequence.block_table = sequence.block_tables[0]
         sequence.num_computed_tokens = 0
         sequence.num_indexed_blocks = 0
 

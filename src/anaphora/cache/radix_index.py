@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from anaphora.cache.events import Event
     from anaphora.cache.radix_tree import Key, Label, Node
     from anaphora.cache.sequence import Sequence
+    from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests
 
-NOTHING = Hit(0, 0, None)
+NOTHING = Hit(0, 0, None, 0)
 
 
 class RadixIndex:
@@ -41,7 +42,16 @@ class RadixIndex:
     Cost: that of the tree; nothing at the level of Python grows with the number of blocks of a hit.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests, events: list[Event] | None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        digests: BlockDigests,
+        events: list[Event] | None,
+        windows: Windows,
+    ) -> None:
+        if windows.num_groups > 1 or windows.window_groups:
+            raise ValueError("windows: several layer groups, or windows, need index='hash'")
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._digests = digests
@@ -75,9 +85,9 @@ class RadixIndex:
         if found is None:
             return NOTHING
         node, num_matched, num_blocks, num_unpinned = found
-        return Hit(num_blocks, num_unpinned, (node, num_matched))
+        return Hit(num_blocks, num_unpinned, (node, num_matched), num_blocks)
 
-    def pin(self, sequence: Sequence, hit: Hit) -> array[int]:
+    def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Lock the path to the hit's end, splitting its last node if it matched in part."""
         self.version += 1
         self.holders[sequence] = None
@@ -86,18 +96,25 @@ class RadixIndex:
             root = self._tree.lane(sequence.namespace)
             root.ref += 1
             sequence.index_state = root
-            return array("i")
+            return
         node, num_matched = hit.where
         if num_matched < len(node.blocks):
             node = self._tree.split(node, num_matched)
         self._tree.lock(node)
         sequence.index_state = node
-        table: array[int] = node.blocks[:]
-        if num_matched < hit.num_blocks:
-            table = array("i")
+        table = sequence.block_table
+        if num_matched == hit.num_blocks:
+            table.extend(node.blocks)
+        else:
             for part in node.path():
                 table.extend(part.blocks)
-        return table
+
+    def num_leaving(self, sequence: Sequence) -> int:
+        """None: every layer attends to the whole sequence."""
+        return 0
+
+    def slide(self, sequence: Sequence) -> None:
+        """Nothing to do: every layer attends to the whole sequence."""
 
     def release(self, sequence: Sequence) -> None:
         """Unlock the path, leaf first; blocks that are the sequence's own become blank."""

@@ -30,6 +30,7 @@ class Sequence:
         "_lookup",
         "_num_cached_tokens",
         "block_table",
+        "block_tables",
         "hit",
         "hit_version",
         "index_state",
@@ -37,9 +38,12 @@ class Sequence:
         "namespace",
         "num_computed_tokens",
         "num_indexed_blocks",
+        "num_prompt_tokens",
+        "num_shared_blocks",
         "num_tokens",
         "publishes",
         "read_cache",
+        "recomputes_last_block",
         "segments",
         "state",
         "tokens",
@@ -70,9 +74,15 @@ class Sequence:
         self.was_admitted = False
         self.block_table: array[int] = array("i")
         """One block id per block, in order. A buffer view of it expires at the next allocate."""
+        self.block_tables: list[array[int]] = [self.block_table]
+        """One table per layer group, `block_table` first. A window group's has 0 where the window has left."""
+        self.num_prompt_tokens = self.num_tokens
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
         """Leading blocks whose content the index knows, whether the index serves this sequence's copy or another's."""
+        self.num_shared_blocks = 0
+        """Leading blocks that full-attention layers could have been served at admission."""
+        self.recomputes_last_block = False
         self.index_state: Any = None
         """What the index remembers of this sequence; no one else looks at it."""
         self.hit: Any = None
@@ -80,11 +90,6 @@ class Sequence:
         """The last lookup, and the state of the index that it is valid for."""
         self._num_cached_tokens = 0
         self._lookup = lookup
-
-    @property
-    def block_tables(self) -> list[array[int]]:
-        """One table per layer group; `block_table` is the first."""
-        return [self.block_table]
 
     @property
     def is_admitted(self) -> bool:
