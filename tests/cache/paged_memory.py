@@ -29,17 +29,22 @@ class PagedMemory:
         for position in range(first // block_size, -(-last // block_size)):
             end = min(last, (position + 1) * block_size)
             prefix = bytes(sequence.tokens[: end * TOKEN_BYTES])
-            self.pages[sequence.block_table[position]] = (sequence.namespace, prefix)
+            for table in sequence.block_tables:
+                assert table[position], "the window has left a block that is to be computed"
+                self.pages[table[position]] = (sequence.namespace, prefix)
         self.manager.commit(sequence, num_tokens)
 
     def verify(self, sequence: Sequence) -> None:
-        """Assert that every computed token of a running sequence can be read through its table."""
+        """Assert that the next token of a running sequence can read all that it attends to through the tables."""
         block_size = self.manager.block_size
-        for position in range(-(-sequence.num_computed_tokens // block_size)):
-            namespace, prefix = self.pages[sequence.block_table[position]]
-            end = min(sequence.num_computed_tokens, (position + 1) * block_size) * TOKEN_BYTES
-            assert namespace == sequence.namespace
-            assert prefix[:end] == bytes(sequence.tokens[:end])
+        num_computed = sequence.num_computed_tokens
+        firsts = dict(self.manager._windows.left_behind(num_computed))
+        for group, table in enumerate(sequence.block_tables):
+            for position in range(firsts.get(group, 0), -(-num_computed // block_size)):
+                namespace, prefix = self.pages[table[position]]
+                end = min(num_computed, (position + 1) * block_size) * TOKEN_BYTES
+                assert namespace == sequence.namespace
+                assert prefix[:end] == bytes(sequence.tokens[:end])
 
 
 def fingerprint(manager: KVCacheManager) -> object:
@@ -54,5 +59,5 @@ def fingerprint(manager: KVCacheManager) -> object:
     else:
         assert isinstance(index, HashIndex)
         order = [list(index._free), [prefix and prefix.digest for prefix in index._prefixes]]
-    tables = sorted((tuple(s.block_table), s.num_computed_tokens) for s in manager._index.holders)
+    tables = sorted((str(s.block_tables), s.num_computed_tokens) for s in manager._index.holders)
     return order, tables, manager.stats(), manager.num_free_blocks, manager.num_cached_blocks

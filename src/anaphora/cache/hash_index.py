@@ -138,7 +138,7 @@ class HashIndex:
         for group, first in enumerate(self._windows.first_needed(num_hit)):
             for position in range(first, num_hit):
                 num_unpinned += not num_holders[path[position].blocks[group][0]]
-        return Hit(num_hit, num_unpinned, path, num_full)
+        return Hit(num_hit, num_unpinned, path, num_full if full else num_hit)
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Count the sequence as one more holder of each block found."""
@@ -365,9 +365,9 @@ class HashIndex:
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
-    def stored(self) -> list[bytes]:
-        """The name of every named block."""
-        return [prefix.digest for prefix in self._prefixes if prefix]
+    def stored(self) -> list[tuple[bytes, int]]:
+        """Name and group of every named block."""
+        return [(prefix.digest, self._group[block]) for block, prefix in enumerate(self._prefixes) if prefix]
 
     def check(self) -> None:
         """Count everything again; see `PrefixIndex.check`."""

@@ -104,8 +104,8 @@ class PrefixIndex(Protocol):
         """Return the digests of a holder's first blocks."""
         ...
 
-    def stored(self) -> list[bytes]:
-        """Return the name of every findable block, as often as it is stored. For tests; cost O(pool)."""
+    def stored(self) -> list[tuple[bytes, int]]:
+        """Return name and layer group of every findable block, as often as it is stored. For tests; cost O(pool)."""
         ...
 
     def clear(self) -> None:

@@ -151,11 +151,10 @@ class KVCacheManager:
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
         missing = max(0, num_blocks - len(sequence.block_table)) * self._windows.num_groups
         copies = num_tokens and sequence in self._forked and self._shared_tails(sequence)
-        if not missing and not copies:
-            return True
-        if missing + len(copies or ()) > index.num_available + index.num_leaving(sequence):
+        if (missing or copies) and missing + len(copies or ()) > index.num_available + index.num_leaving(sequence):
             return False
-        index.slide(sequence)
+        if self._windows.window_groups:
+            index.slide(sequence)
         if copies:
             self._copy_tails(sequence, copies)
         if missing:

@@ -372,9 +372,9 @@ class RadixIndex:
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
-    def stored(self) -> list[bytes]:
+    def stored(self) -> list[tuple[bytes, int]]:
         """The name of every findable block; an index without events has not named all of them."""
-        return [name for node in self._tree.nodes() for name in node.digests or ()]
+        return [(name, 0) for node in self._tree.nodes() for name in node.digests or ()]
 
     def check(self) -> None:
         """Walk the whole tree and every table; see `PrefixIndex.check`."""
