@@ -1,7 +1,7 @@
 """Layer groups against the real allocator: traces of vLLM 0.32.0 with window-only and full + window groups.
 
-Results, the tables of every group, the free queue in order and the names of all blocks are compared at every step. Sparse
-traces keep only the window blocks that the end of a prompt or a shared prefix needs (`window_retention=0`).
+At every step the results, the tables of every group, the free queue in order and the names of all blocks are compared.
+Sparse traces keep only the window blocks that the end of a prompt or a shared prefix needs (`window_retention=0`).
 """
 
 from __future__ import annotations
