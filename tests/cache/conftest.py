@@ -16,8 +16,8 @@ BLOCK_SIZE = 4
 def make(request: pytest.FixtureRequest) -> Callable[..., KVCacheManager]:
     """Make a manager of either kind: everything in the contract holds for both."""
 
-    def make_manager(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVCacheManager:
-        return KVCacheManager(num_blocks, block_size, index=request.param)
+    def make_manager(num_blocks: int, block_size: int = BLOCK_SIZE, **options: Any) -> KVCacheManager:
+        return KVCacheManager(num_blocks, block_size, index=request.param, **options)
 
     return make_manager
 

@@ -566,6 +566,113 @@ class TestForgetting:
             make(4).evict_blocks([5])
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestRetention:
+    def test_a_retained_prefix_outlives_what_was_used_after_it(self, make):
+        manager = make(8)
+        run(manager, tokens(1, 9))
+        kept = manager.retain(tokens(1, 9))
+        assert kept.num_tokens == 8
+        for first in (21, 41, 61):
+            run(manager, tokens(first, first + 16))
+            manager.check()
+        assert manager.match(tokens(1, 9)) == 8
+
+    def test_it_gives_way_when_its_time_is_over(self, make):
+        clock = Clock()
+        manager = make(8, clock=clock)
+        run(manager, tokens(1, 9))
+        kept = manager.retain(tokens(1, 9), ttl_s=300)
+        clock.now = 200
+        assert kept.renew(300)
+        clock.now = 499
+        assert kept.is_active
+        clock.now = 500
+        assert not kept.is_active
+        assert not kept.renew(300)
+        assert manager.match(tokens(1, 9)) == 8
+        run(manager, tokens(21, 52))
+        assert manager.match(tokens(1, 9)) == 0
+
+    def test_running_sequences_come_first_and_low_priority_gives_way_before_high(self, make):
+        manager = make(8, max_retained_share=1.0)
+        for first, priority in ((1, 1), (21, 0), (41, 1)):
+            run(manager, tokens(first, first + 4))
+            manager.retain(tokens(first, first + 4), priority=priority)
+        assert (manager.num_free_blocks, manager.num_retained_blocks) == (8, 3)
+        big = manager.start(tokens(61, 84))
+        assert manager.allocate(big, 24)
+        assert [manager.match(tokens(first, first + 4)) for first in (1, 21, 41)] == [4, 0, 4]
+        assert manager.allocate(big, 28)
+        assert [manager.match(tokens(first, first + 4)) for first in (1, 21, 41)] == [0, 0, 4]
+        manager.check()
+        assert manager.num_free_blocks == 1
+
+    def test_a_refusal_that_giving_way_would_not_mend_changes_nothing(self, make):
+        manager = make(8, max_retained_share=1.0)
+        run(manager, tokens(1, 9))
+        manager.retain(tokens(1, 9))
+        before = fingerprint(manager)
+        assert not manager.allocate(manager.start(tokens(61, 99)), 36)
+        assert fingerprint(manager) == before
+        assert manager.num_retained_blocks == 2
+
+    def test_its_own_hit_is_not_given_away_to_make_room_for_it(self, make):
+        manager = make(4, max_retained_share=1.0)
+        run(manager, tokens(1, 9))
+        manager.retain(tokens(1, 9))
+        run(manager, tokens(21, 25))
+        manager.retain(tokens(21, 25))
+        sequence = manager.start(tokens(1, 16))
+        assert manager.allocate(sequence, 8)
+        assert sequence.num_cached_tokens == 8
+        manager.check()
+
+    def test_the_share_bounds_what_is_kept_and_the_longest_beginning_that_fits_is_kept(self, make):
+        manager = make(16, max_retained_share=0.25)
+        run(manager, tokens(1, 25))
+        assert manager.retain(tokens(1, 25)).num_tokens == 16
+        assert manager.num_retained_blocks == 4
+        # What is kept already costs nothing again.
+        assert manager.retain(tokens(1, 13)).num_tokens == 12
+        run(manager, tokens(41, 45))
+        assert manager.retain(tokens(41, 45)).num_tokens == 0
+        manager.check()
+
+    def test_releasing_gives_back_exactly_what_was_kept(self, make):
+        manager = make(8)
+        run(manager, tokens(1, 9))
+        kept = manager.retain(tokens(1, 9))
+        for _ in range(2):
+            kept.release()
+            manager.check()
+            assert (manager.num_free_blocks, manager.num_cached_blocks, manager.num_retained_blocks) == (8, 2, 0)
+
+    def test_reset_and_new_weights_forget_what_was_retained(self, make):
+        for forget in ("reset", "invalidate"):
+            manager = make(8)
+            run(manager, tokens(1, 9))
+            kept = manager.retain(tokens(1, 9))
+            getattr(manager, forget)()
+            manager.check()
+            assert not kept.is_active
+            assert manager.match(tokens(1, 9)) == 0
+            assert manager.num_free_blocks == 8
+
+    def test_wrong_arguments_are_named(self, make):
+        with pytest.raises(ValueError, match="ttl_s"):
+            make(4).retain([1], ttl_s=0)
+        with pytest.raises(ValueError, match="max_retained_share"):
+            make(4, max_retained_share=1.5)
+
+
 IMAGE, OTHER_IMAGE = "sha256:aa", "sha256:bb"
 PLACEHOLDER = 99
 

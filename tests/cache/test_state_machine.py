@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from anaphora import KVCacheManager, Namespace, Sequence
 from anaphora.cache.events import DEVICE, Mirror
+from anaphora.cache.retention import Retention
 from anaphora.identity import BlockDigests
 from anaphora.tokens import TOKEN_BYTES
 from tests.cache.paged_memory import PagedMemory, fingerprint
@@ -45,6 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.tables: dict[Sequence, list[list[int]]] = {}
         self.copied: dict[int, int] = {}
+        self.retained: list[Retention] = []
         self.forgotten = False
         self.published: set[tuple[Namespace, bytes]] = set()
         """Every prefix of whole blocks that has ever been committed by someone who writes to the cache."""
@@ -144,6 +146,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.published.clear()
         self.forgotten = True
         assert self.manager.num_cached_blocks == 0
+
+    @rule(prompt=PROMPTS, namespace=st.sampled_from(NAMESPACES), priority=st.integers(0, 1))
+    def retain(self, prompt: list[int], namespace: Namespace, priority: int) -> None:
+        found = self.manager.match([*prompt, 7], namespace)
+        self.retained.append(self.manager.retain(prompt, namespace, priority=priority))
+        assert self.retained[-1].num_tokens <= found
+        assert self.manager.num_retained_blocks <= self.num_blocks // 2
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.retained)
+    def release(self, data: st.DataObject) -> None:
+        self.retained.pop(data.draw(st.integers(0, len(self.retained) - 1))).release()
 
     @rule()
     @precondition(lambda self: not self.running())

@@ -20,7 +20,7 @@ from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Iterable, Set
 
     from anaphora.cache.events import Event
     from anaphora.cache.segments import BlockContent
@@ -109,6 +109,20 @@ class HashIndex:
     def num_cached(self) -> int:
         """Named blocks in the free queue."""
         return self._num_named_free
+
+    def room(self, hit: Hit, without: Iterable[Sequence]) -> int:
+        """What would be available, counted block by block."""
+        num_holders: dict[int, int] = {}
+        for sequence in without:
+            for table in sequence.block_tables:
+                for block in filter(None, table):
+                    num_holders[block] = num_holders.get(block, self._num_holders[block]) - 1
+        room = self.num_available + sum(not count for count in num_holders.values())
+        for group, first in enumerate(self._windows.first_needed(hit.num_blocks)):
+            for prefix in (hit.where or ())[first:]:
+                block = prefix.blocks[group][0]
+                room -= not num_holders.get(block, self._num_holders[block])
+        return room
 
     # -- finding and holding ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Iterable, Set
 
     from anaphora.cache.sequence import Sequence
 
@@ -36,6 +36,9 @@ class Hit(NamedTuple):
     num_full: int
 
 
+NO_HIT = Hit(0, 0, None, 0)
+
+
 class PrefixIndex(Protocol):
     """Prefixes by their tokens, and the blocks that hold them."""
 
@@ -53,6 +56,11 @@ class PrefixIndex(Protocol):
     @property
     def num_cached(self) -> int:
         """Cached blocks that nobody holds."""
+        ...
+
+    def room(self, hit: Hit, without: Iterable[Sequence]) -> int:
+        """Return how many blocks could be handed out, besides those of a hit, if these holders let go what they hold
+        (cached blocks only). Changes nothing. Cost: O(nodes, or blocks, that they hold)."""
         ...
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:

@@ -9,12 +9,14 @@ the computation. It is not thread-safe: one engine loop calls it.
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import TYPE_CHECKING, Literal
 
 from anaphora.cache.hash_index import HashIndex
-from anaphora.cache.index import Hit, PrefixIndex, require
+from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, require
 from anaphora.cache.radix_index import RadixIndex
+from anaphora.cache.retention import Retention, RetentionBook
 from anaphora.cache.segments import Segments
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
@@ -23,7 +25,7 @@ from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace,
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache.events import Event
@@ -59,6 +61,8 @@ class KVCacheManager:
             of its own in `Sequence.block_tables`; all take their blocks from the one pool.
         window_retention: which blocks of window groups stay findable: None all, 0 only those that the end of a prompt
             or a prefix shared with another needs, n those needed at every n tokens too.
+        max_retained_share: how much of the pool `retain` may keep, 0 to 1.
+        clock: seconds from any origin, never going back; times to live are measured by it.
         events: whether to record what becomes findable and what no longer is, for `take_events`.
 
     What always holds (`check` asserts it): every block is free, held (by as many holders as count), or cached and
@@ -77,10 +81,14 @@ class KVCacheManager:
         events: bool = False,
         windows: SequenceOf[int | None] = (None,),
         window_retention: int | None = None,
+        max_retained_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        if not 0 <= max_retained_share <= 1:
+            raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
@@ -91,6 +99,7 @@ class KVCacheManager:
         self._index: PrefixIndex = kinds[index](
             num_blocks, block_size, digests or BlockDigests(), self._events, self._windows
         )
+        self._retained = RetentionBook(self._index, int(num_blocks * max_retained_share), clock)
         self._forked: set[Sequence] = set()
         """Holders that may share a block which is not full."""
         self._copies: list[tuple[int, int]] = []
@@ -151,7 +160,8 @@ class KVCacheManager:
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
         missing = max(0, num_blocks - len(sequence.block_table)) * self._windows.num_groups
         copies = num_tokens and sequence in self._forked and self._shared_tails(sequence)
-        if (missing or copies) and missing + len(copies or ()) > index.num_available + index.num_leaving(sequence):
+        num_new = missing + len(copies or ())
+        if num_new and not self._has_room(num_new - index.num_leaving(sequence)):
             return False
         if self._windows.window_groups:
             index.slide(sequence)
@@ -165,10 +175,13 @@ class KVCacheManager:
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
         index = self._index
+        if self._retained:
+            self._retained.expire()
         hit = self._find(sequence)
         missing = -(-num_tokens // self.block_size) * self._windows.num_groups
-        if missing > index.num_available - hit.num_unpinned:
+        if not self._has_room(missing, hit):
             return False
+        hit = self._find(sequence)
         index.pin(sequence, hit)
         if missing:
             self._extend(sequence, missing)
@@ -266,6 +279,23 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return copies
 
+    def retain(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        media: SequenceOf[Media] = (),
+        ttl_s: float | None = None,
+        priority: int = 0,
+    ) -> Retention:
+        """Keep what is cached of a prompt, its whole blocks, until `ttl_s` seconds have passed.
+
+        The share of the pool bounds what is kept: a prefix that does not fit is kept in part. Running sequences come
+        first: if nothing else can give them room, retained prefixes give way, lowest priority first, then those renewed
+        longest ago.
+        """
+        return self._retained.add(self.start(token_ids, namespace, media=media), self.block_size, priority, ttl_s)
+
     # -- questions -------------------------------------------------------------------------------------------------
 
     def match(
@@ -296,8 +326,15 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now: blank ones, and cached ones that nobody holds."""
+        """Blocks that can be handed out now: blank ones, cached ones that nobody holds, and those only retained."""
+        if self._retained:
+            return self._index.room(NO_HIT, self._retained.holders)
         return self._index.num_available
+
+    @property
+    def num_retained_blocks(self) -> int:
+        """Blocks that `retain` keeps, each counted once."""
+        return self._retained.num_blocks
 
     @property
     def num_cached_blocks(self) -> int:
@@ -329,8 +366,9 @@ class KVCacheManager:
 
     def reset(self) -> bool:
         """Forget every cached prefix. Return False, with nothing changed, while sequences hold blocks."""
-        if self._index.holders:
+        if len(self._index.holders) > len(self._retained.holders):
             return False
+        self._retained.release_all()
         self._index.clear()
         return True
 
@@ -341,16 +379,24 @@ class KVCacheManager:
         for block in blocks:
             if not 1 <= block <= self.num_blocks:
                 raise ValueError(f"block_ids: expected ids between 1 and {self.num_blocks}, got {block}")
+        self._retained.release_those_with(blocks)
         self._index.forget(blocks)
 
     def invalidate(self) -> None:
         """The weights have changed: nothing cached so far is found again, whoever holds it. Running sequences go on
         with the KV that they have and publish nothing; waiting and preempted ones find only what is computed anew."""
+        self._retained.release_all()
         for sequence in self._index.holders:
             sequence.publishes = False
         self._index.forget(None)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _has_room(self, num_blocks: int, hit: Hit = NO_HIT) -> bool:
+        """Whether so many blocks can be handed out besides the hit's own; what is retained gives way if need be."""
+        if num_blocks <= self._index.num_available - hit.num_unpinned:
+            return True
+        return bool(self._retained) and self._retained.give_way(num_blocks, hit)
 
     def _find(self, sequence: Sequence) -> Hit:
         index = self._index

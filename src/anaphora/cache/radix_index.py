@@ -17,20 +17,18 @@ from array import array
 from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import Hit, require
+from anaphora.cache.index import NO_HIT, Hit, require
 from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterable, Iterator, Set
 
     from anaphora.cache.events import Event
     from anaphora.cache.radix_tree import Key, Label, Node
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests
-
-NOTHING = Hit(0, 0, None, 0)
 
 
 class RadixIndex:
@@ -77,13 +75,31 @@ class RadixIndex:
         """Blocks of unpinned nodes."""
         return self._tree.num_evictable_blocks
 
+    def room(self, hit: Hit, without: Iterable[Sequence]) -> int:
+        """What would be available, counted on a copy of the pins that are concerned."""
+        refs: dict[Node, int] = {}
+        room = self.num_available
+        for sequence in without:
+            node: Node = sequence.index_state
+            refs[node] = refs.get(node, node.ref) - 1
+            while not refs[node] and node.parent is not None:
+                room += len(node.blocks)
+                node = node.parent
+                refs[node] = refs.get(node, node.ref) - 1
+        if hit.where is not None:
+            last, num_matched = hit.where
+            for node in last.path():
+                if not refs.get(node, node.ref):
+                    room -= num_matched if node is last else len(node.blocks)
+        return room
+
     # -- finding and holding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
         """Walk down from the lane's root. `where` is the last node reached and how many of its blocks match."""
         found = self._tree.match(sequence.tokens, sequence.namespace, max_blocks, sequence.segments)
         if found is None:
-            return NOTHING
+            return NO_HIT
         node, num_matched, num_blocks, num_unpinned = found
         return Hit(num_blocks, num_unpinned, (node, num_matched), num_blocks)
 
