@@ -33,7 +33,13 @@ def run_demo(client: TimingClient, model: str, say: Callable[[str], None] = prin
         messages.append({"role": "user", "content": question})
         answer = client.stream(
             "/v1/chat/completions",
-            {"model": model, "messages": messages, "temperature": 0, "max_tokens": _MAX_ANSWER_TOKENS},
+            {
+                "model": model,
+                "messages": messages,
+                "temperature": 0,
+                "max_tokens": _MAX_ANSWER_TOKENS,
+                "stop": [". ", "\n"],  # one sentence is enough
+            },
         )
         messages.append({"role": "assistant", "content": answer.text})
         answers.append(answer)

@@ -86,9 +86,9 @@ will give you marmalade for them, one jar for each.
 """
 
 QUESTIONS = (
-    "Who built the observatory, and when?",
-    "What is the name of the great refractor?",
+    "How high does Larkspur Hill stand?",
+    "Who built the observatory in 1908?",
+    "Who is the director?",
     "When does the dome open?",
-    "How much is an evening for a child of nine?",
-    "What does a red flag on the mast mean?",
+    "What are the two goats called?",
 )
