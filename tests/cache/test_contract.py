@@ -17,6 +17,10 @@ def tokens(first: int, last: int) -> list[int]:
     return list(range(first, last + 1))
 
 
+IMAGE, OTHER_IMAGE = "sha256:aa", "sha256:bb"
+PLACEHOLDER = 99
+
+
 class TestHits:
     def test_an_equal_prompt_hits_every_whole_block_but_leaves_the_last_token_to_compute(self, make):
         for length, expected in [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)]:
@@ -203,6 +207,57 @@ class TestAllocation:
         assert manager.allocate(sequence, 0)
         assert (sequence.num_computed_tokens, len(sequence.block_table)) == (8, 2)
         manager.check()
+
+
+class TestHitsInsideABlock:
+    def test_by_default_hits_are_whole_blocks(self, make):
+        manager = make(16)
+        run(manager, tokens(1, 17))
+        assert run(manager, [*tokens(1, 6), *tokens(105, 117)]) == 4
+
+    def test_a_hit_ends_at_the_last_equal_unit_and_its_part_of_a_block_is_copied(self, make):
+        manager = make(16, match_unit=2)
+        first = admit(manager, tokens(1, 17))
+        second = manager.start([*tokens(1, 7), *tokens(105, 117)])
+        assert second.num_cached_tokens == 6
+        assert manager.allocate(second, 14)
+        assert second.num_computed_tokens == second.num_cached_tokens == 6
+        assert second.block_table[0] == first.block_table[0]
+        assert manager.take_copies() == [(first.block_table[1], second.block_table[1])]
+        manager.commit(second, 14)
+        manager.check()
+        assert manager.match([*tokens(1, 7), *tokens(105, 117)]) == 18
+        assert manager.match(tokens(1, 17)) == 16
+
+    def test_the_first_block_can_be_hit_in_part(self, make):
+        manager = make(16, match_unit=1)
+        run(manager, tokens(1, 9))
+        assert run(manager, [1, 2, 3, 99, 98]) == 3
+        assert manager.stats().hits == 3
+
+    def test_of_several_branches_the_one_that_goes_on_longest_is_taken(self, make):
+        manager = make(16, match_unit=1)
+        run(manager, [*tokens(1, 4), 50, 51, 52, 53, 54])
+        run(manager, [*tokens(1, 4), 50, 51, 62, 63, 64])
+        assert manager.match([*tokens(1, 4), 50, 51, 52, 99]) == 7
+
+    def test_the_last_token_is_computed_still(self, make):
+        manager = make(16, match_unit=1)
+        run(manager, tokens(1, 9))
+        assert manager.match(tokens(1, 8)) == 7
+        assert manager.match([1]) == 0
+
+    def test_media_match_in_whole_blocks_only(self, make):
+        manager = make(16, match_unit=1)
+        image = [MediaSpan(5, 6, IMAGE)]
+        prompt = [*tokens(1, 5), *[PLACEHOLDER] * 6, *tokens(6, 9)]
+        run(manager, prompt, media=image)
+        assert manager.match(prompt) == 4
+        assert manager.match([*prompt[:11], 99, 99], media=image) == 8
+
+    def test_a_unit_that_does_not_divide_the_block_is_refused(self, make):
+        with pytest.raises(ValueError, match="match_unit"):
+            make(4, match_unit=3)
 
 
 class TestEviction:
@@ -671,10 +726,6 @@ class TestRetention:
             make(4).retain([1], ttl_s=0)
         with pytest.raises(ValueError, match="max_retained_share"):
             make(4, max_retained_share=1.5)
-
-
-IMAGE, OTHER_IMAGE = "sha256:aa", "sha256:bb"
-PLACEHOLDER = 99
 
 
 class TestMedia:

@@ -35,6 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
     digests: BlockDigests | None = None
     windows: tuple[int | None, ...] = (None,)
     window_retention: int | None = None
+    match_unit: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +173,8 @@ class CacheMachine(RuleBasedStateMachine):
         found = self.manager.match(prompt, namespace)
         assert fingerprint(self.manager) == before
         packed = self.manager.start(prompt).tokens
+        if self.match_unit is not None:
+            return
         possible = 0
         while (
             possible + self.block_size < len(prompt)
@@ -211,7 +214,8 @@ class CacheMachine(RuleBasedStateMachine):
             if sequence.publishes and not (self.forgotten and self.kind == "hash") and self.windows == (None,):
                 num_whole = sequence.num_computed_tokens // self.block_size * self.block_size
                 prefix = bytes(sequence.tokens[: num_whole * TOKEN_BYTES]) + b"\x07\0\0\0"
-                assert self.manager.match(prefix, sequence.namespace) == num_whole
+                found = self.manager.match(prefix, sequence.namespace)
+                assert found == num_whole
 
 
 class HashMachine(CacheMachine):
@@ -228,6 +232,15 @@ class TokenGranularMachine(CacheMachine):
 
 class TinyPoolMachine(CacheMachine):
     num_blocks = 4
+
+
+class FineMachine(CacheMachine):
+    block_size = 4
+    match_unit = 2
+
+
+class FineHashMachine(FineMachine):
+    kind = "hash"
 
 
 class WindowMachine(HashMachine):
@@ -255,6 +268,8 @@ MACHINES = (
     TokenGranularMachine,
     TinyPoolMachine,
     TinyHashPoolMachine,
+    FineMachine,
+    FineHashMachine,
     WindowMachine,
     HybridMachine,
     SparseHybridMachine,

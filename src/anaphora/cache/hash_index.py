@@ -14,7 +14,7 @@ from array import array
 from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import Hit, require
+from anaphora.cache.index import Hit, longest_part, require
 from anaphora.cache.pool import FreeQueue
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
@@ -153,6 +153,16 @@ class HashIndex:
             for position in range(first, num_hit):
                 num_unpinned += not num_holders[path[position].blocks[group][0]]
         return Hit(num_hit, num_unpinned, path, num_full if full else num_hit)
+
+    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
+        """Compare with every cached block that extends the last prefix."""
+        prefix = hit.where[-1] if hit.where else self._roots.get(sequence.namespace)
+        if prefix is None or not isinstance(self._label(sequence, hit.num_blocks), bytes):
+            return 0, 0
+        rest = sequence.tokens[hit.num_blocks * self._width :][: max_tokens * TOKEN_BYTES]
+        kids = prefix.kids.items()
+        blocks = ((label, kid.blocks[0][0]) for label, kid in kids if isinstance(label, bytes) and kid.blocks[0])
+        return longest_part(rest, blocks, unit)
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Count the sequence as one more holder of each block found."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from anaphora.tokens import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
@@ -24,6 +26,18 @@ def require(is_true: bool, what: str) -> None:
     """Raise InvariantError(`what`) unless `is_true`. Unlike `assert` it also runs under `python -O`."""
     if not is_true:
         raise InvariantError(what)
+
+
+def longest_part(rest: bytes | bytearray, blocks: Iterable[tuple[bytes, int]], unit: int) -> tuple[int, int]:
+    """Of blocks given as (tokens, id), return the id of the one that begins most like `rest`, and how many tokens are
+    equal, a multiple of `unit`; (0, 0) if not even one unit is."""
+    step = unit * TOKEN_BYTES
+    best, most = 0, 0
+    for tokens, block in blocks:
+        size = most + step
+        while size <= len(rest) and rest.startswith(tokens[:size]):
+            best, most, size = block, size, size + step
+    return best, most // TOKEN_BYTES
 
 
 class Hit(NamedTuple):
@@ -65,6 +79,11 @@ class PrefixIndex(Protocol):
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
         """Return the longest known prefix, at most `max_blocks` long. Changes nothing, not even recency."""
+        ...
+
+    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
+        """Return a block whose beginning goes on where a hit ends, and for how many tokens: the most that there are, a
+        multiple of `unit`, at most `max_tokens`. (0, 0) if there is none. Changes nothing. Cost: O(branches there)."""
         ...
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:

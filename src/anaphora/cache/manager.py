@@ -57,6 +57,9 @@ class KVCacheManager:
         block_size: tokens in a block. Hits are whole blocks.
         index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
         digests: how blocks are named (`block_digests`, events); by default with a secret of this process's own.
+        match_unit: tokens by which hits may end inside a block: a divisor of `block_size`, by default the whole. The
+            part of a block that matched is copied (`take_copies`), so the executor must be able to compute on from the
+            middle of a block. Needs one layer group.
         windows: per layer group its attention window in tokens, None for full attention. Each group has a block table
             of its own in `Sequence.block_tables`; all take their blocks from the one pool.
         window_retention: which blocks of window groups stay findable: None all, 0 only those that the end of a prompt
@@ -78,6 +81,7 @@ class KVCacheManager:
         *,
         index: IndexKind = "radix",
         digests: BlockDigests | None = None,
+        match_unit: int | None = None,
         events: bool = False,
         windows: SequenceOf[int | None] = (None,),
         window_retention: int | None = None,
@@ -95,6 +99,11 @@ class KVCacheManager:
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
+        self.match_unit = block_size if match_unit is None else match_unit
+        if not 1 <= self.match_unit <= block_size or block_size % self.match_unit:
+            raise ValueError(f"match_unit: expected a divisor of block_size, {block_size}, got {match_unit!r}")
+        if self.match_unit < block_size and self._windows.num_groups > 1:
+            raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._index: PrefixIndex = kinds[index](
             num_blocks, block_size, digests or BlockDigests(), self._events, self._windows
@@ -178,14 +187,17 @@ class KVCacheManager:
         if self._retained:
             self._retained.expire()
         hit = self._find(sequence)
-        missing = -(-num_tokens // self.block_size) * self._windows.num_groups
+        part_of, num_part_tokens = self._find_part(sequence, hit)
+        missing = -(-(num_part_tokens + num_tokens) // self.block_size) * self._windows.num_groups
         if not self._has_room(missing, hit):
             return False
         hit = self._find(sequence)
         index.pin(sequence, hit)
         if missing:
             self._extend(sequence, missing)
-        num_hit_tokens = hit.num_blocks * self.block_size
+        if part_of:
+            self._copies.append((part_of, sequence.block_table[hit.num_blocks]))
+        num_hit_tokens = hit.num_blocks * self.block_size + num_part_tokens
         sequence.num_computed_tokens = num_hit_tokens
         sequence.publishes = sequence.write_cache
         sequence.num_shared_blocks = hit.num_full
@@ -307,7 +319,8 @@ class KVCacheManager:
     def lookup(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
         `allocate` that follows does not look again."""
-        return self._find(sequence).num_blocks * self.block_size
+        hit = self._find(sequence)
+        return hit.num_blocks * self.block_size + self._find_part(sequence, hit)[1]
 
     def block_digests(self, sequence: Sequence) -> list[bytes]:
         """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
@@ -410,6 +423,13 @@ class KVCacheManager:
             sequence.hit_version = index.version
         found: Hit = sequence.hit
         return found
+
+    def _find_part(self, sequence: Sequence, hit: Hit) -> tuple[int, int]:
+        """The block that goes on where the hit ends, and for how many tokens; (0, 0) if hits are whole blocks."""
+        if self.match_unit == self.block_size or not sequence.read_cache or sequence.recomputes_last_block:
+            return 0, 0
+        rest = sequence.num_tokens - 1 - hit.num_blocks * self.block_size
+        return self._index.find_part(sequence, hit, min(rest, self.block_size), self.match_unit)
 
     def _extend(self, sequence: Sequence, num_blocks: int) -> None:
         """Append newly taken blocks to the tables, the same number to each."""

@@ -17,9 +17,10 @@ from array import array
 from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import NO_HIT, Hit, require
+from anaphora.cache.index import NO_HIT, Hit, longest_part, require
 from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
+from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
@@ -102,6 +103,25 @@ class RadixIndex:
             return NO_HIT
         node, num_matched, num_blocks, num_unpinned = found
         return Hit(num_blocks, num_unpinned, (node, num_matched), num_blocks)
+
+    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
+        """Compare with the next block of the last node, or with the first ones of its children."""
+        width = self._tree.width
+        content = sequence.segments.at(hit.num_blocks)[0] if sequence.segments else None
+        if hit.where is None:
+            node: Node | None = self._tree.lanes.get(sequence.namespace)
+            num_matched = 0
+        else:
+            node, num_matched = hit.where
+        if node is None or content is not None:
+            return 0, 0
+        rest = sequence.tokens[hit.num_blocks * width :][: max_tokens * TOKEN_BYTES]
+        if num_matched < len(node.blocks):
+            first_block = bytes(node.key[num_matched * width : (num_matched + 1) * width])
+            is_plain = isinstance(node.label, bytes)
+            return longest_part(rest, [(first_block, node.blocks[num_matched])] if is_plain else [], unit)
+        kids = ((label, kid.blocks[0]) for label, kid in node.kids.items() if isinstance(label, bytes))
+        return longest_part(rest, kids, unit)
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Lock the path to the hit's end, splitting its last node if it matched in part."""

@@ -100,7 +100,7 @@ class Executor(Protocol):
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), in every layer, before the next `execute`."""
+        """Copy whole pages, (from, to), in every layer, one pair after the other: a later pair may copy a copy."""
         ...
 
     def execute(self, batch: Batch) -> Output:

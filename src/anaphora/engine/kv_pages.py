@@ -50,7 +50,7 @@ class KVPages:
         return keys.reshape(num_kv_heads, head_dim, -1), values.reshape(num_kv_heads, -1, head_dim)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), in every layer, as if all were read before any is written.
+        """Copy whole pages, (from, to), in every layer, one pair after the other.
 
         Raises:
             ValueError: a page that does not exist, or the null block as the target.
@@ -61,7 +61,6 @@ class KVPages:
                     f"pairs: ({source}, {target}) is not allowed; the source must be 0 .. {self.num_blocks}, "
                     f"the target 1 .. {self.num_blocks}"
                 )
-        if pairs:
-            sources, targets = np.array(pairs).T
-            self._keys[:, :, :, targets] = self._keys[:, :, :, sources]
-            self._values[:, :, targets] = self._values[:, :, sources]
+        for source, target in pairs:
+            self._keys[:, :, :, target] = self._keys[:, :, :, source]
+            self._values[:, :, target] = self._values[:, :, source]

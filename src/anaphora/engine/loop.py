@@ -281,8 +281,11 @@ class Engine:
         Raises whatever the executor does.
         """
         batch = Batch([_to_span(span) for span in scheduled])
+        copies = self._manager.take_copies()
         started = self._clock()
         try:
+            if copies:
+                self._executor.copy_blocks(copies)
             logits = self._executor.execute(batch).logits
         finally:
             self._stats.execute_s += self._clock() - started

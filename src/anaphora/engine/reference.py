@@ -110,7 +110,7 @@ class ReferenceExecutor:
         self._pages = KVPages(shape.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, block_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), in every layer, as if all were read before any is written.
+        """Copy whole pages, (from, to), in every layer, one pair after the other.
 
         Raises:
             ValueError: a block that does not exist, or the null block as the target.
