@@ -11,10 +11,11 @@ prefix that is known is ever digested again.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import Hit, longest_part, require
+from anaphora.cache.index import NUM_GHOSTS, Hit, require
 from anaphora.cache.pool import FreeQueue
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
@@ -96,6 +97,8 @@ class HashIndex:
         """Per named block its layer group."""
         self._roots: dict[Namespace, _Root] = {}
         self._num_named_free = 0
+        self._ghosts: deque[bytes] = deque(maxlen=NUM_GHOSTS)
+        """Names of blocks that were evicted."""
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -154,15 +157,23 @@ class HashIndex:
                 num_unpinned += not num_holders[path[position].blocks[group][0]]
         return Hit(num_hit, num_unpinned, path, num_full if full else num_hit)
 
-    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
-        """Compare with every cached block that extends the last prefix."""
+    def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
+        """Every cached block that extends the last prefix."""
         prefix = hit.where[-1] if hit.where else self._roots.get(sequence.namespace)
         if prefix is None or not isinstance(self._label(sequence, hit.num_blocks), bytes):
-            return 0, 0
-        rest = sequence.tokens[hit.num_blocks * self._width :][: max_tokens * TOKEN_BYTES]
-        kids = prefix.kids.items()
-        blocks = ((label, kid.blocks[0][0]) for label, kid in kids if isinstance(label, bytes) and kid.blocks[0])
-        return longest_part(rest, blocks, unit)
+            return
+        for label, kid in prefix.kids.items():
+            if isinstance(label, bytes) and kid.blocks[0]:
+                yield label, kid.blocks[0][0]
+
+    def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether the name that the next block would have is remembered."""
+        before = hit.where[-1].digest if hit.where else self._digests.root(sequence.namespace)
+        return self._chain(sequence, before, hit.num_blocks, hit.num_blocks + 1)[0] in self._ghosts
+
+    def namespaces(self) -> Iterable[Namespace]:
+        """The roots."""
+        return list(self._roots)
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Count the sequence as one more holder of each block found."""
@@ -233,7 +244,9 @@ class HashIndex:
         blocks = self._free.take(num_blocks)
         for block in blocks:
             self._num_holders[block] = 1
-            if self._prefixes[block]:
+            prefix = self._prefixes[block]
+            if prefix:
+                self._ghosts.append(prefix.digest)
                 self._unname(block)
                 self._num_named_free -= 1
                 self.num_evicted_blocks += 1
@@ -384,6 +397,7 @@ class HashIndex:
         """Forget every name; the order of the queue stays."""
         self.version += 1
         self._roots.clear()
+        self._ghosts.clear()
         self._prefixes = [None] * (self._num_blocks + 1)
         self._num_named_free = 0
         if self._events is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
     from anaphora.cache.sequence import Sequence
+    from anaphora.identity import Namespace
 
 
 class InvariantError(AssertionError):
@@ -53,6 +54,10 @@ class Hit(NamedTuple):
 NO_HIT = Hit(0, 0, None, 0)
 
 
+NUM_GHOSTS = 4096
+"""How many evictions an index remembers, so that `explain` can tell evicted from never cached."""
+
+
 class PrefixIndex(Protocol):
     """Prefixes by their tokens, and the blocks that hold them."""
 
@@ -81,9 +86,17 @@ class PrefixIndex(Protocol):
         """Return the longest known prefix, at most `max_blocks` long. Changes nothing, not even recency."""
         ...
 
-    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
-        """Return a block whose beginning goes on where a hit ends, and for how many tokens: the most that there are, a
-        multiple of `unit`, at most `max_tokens`. (0, 0) if there is none. Changes nothing. Cost: O(branches there)."""
+    def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
+        """Yield the blocks without media that are cached where a hit ends, as (tokens, id), if the sequence's own next
+        block has no media. Changes nothing. Cost: O(branches there)."""
+        ...
+
+    def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether the block after a hit is among those that were evicted lately. Cost: O(what is remembered)."""
+        ...
+
+    def namespaces(self) -> Iterable[Namespace]:
+        """Return the namespaces under which something is known."""
         ...
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:

@@ -13,8 +13,9 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Literal
 
+from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
-from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, require
+from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.retention import Retention, RetentionBook
 from anaphora.cache.segments import Segments
@@ -322,6 +323,14 @@ class KVCacheManager:
         hit = self._find(sequence)
         return hit.num_blocks * self.block_size + self._find_part(sequence, hit)[1]
 
+    def explain(
+        self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
+    ) -> Explanation:
+        """Say where the match of a prompt ends now, and why. Changes nothing. Cost: a lookup in every namespace."""
+        sequence = self.start(token_ids, namespace, media=media)
+        num_cached = self.lookup(sequence)
+        return explain(self._index, sequence, self._find(sequence), num_cached, self.block_size)
+
     def block_digests(self, sequence: Sequence) -> list[bytes]:
         """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
         prefix that was never named before."""
@@ -429,7 +438,9 @@ class KVCacheManager:
         if self.match_unit == self.block_size or not sequence.read_cache or sequence.recomputes_last_block:
             return 0, 0
         rest = sequence.num_tokens - 1 - hit.num_blocks * self.block_size
-        return self._index.find_part(sequence, hit, min(rest, self.block_size), self.match_unit)
+        size = min(rest, self.block_size) * TOKEN_BYTES
+        tokens = sequence.tokens[hit.num_blocks * self.block_size * TOKEN_BYTES :][:size]
+        return longest_part(tokens, self._index.continuations(sequence, hit), self.match_unit)
 
     def _extend(self, sequence: Sequence, num_blocks: int) -> None:
         """Append newly taken blocks to the tables, the same number to each."""

@@ -14,13 +14,13 @@ place (`_settle_duplicates`).
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import NO_HIT, Hit, longest_part, require
-from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
+from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
+from anaphora.cache.radix_tree import RadixTree, Root, count_equal_blocks
 from anaphora.identity import extra_keys
-from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from anaphora.cache.radix_tree import Key, Label, Node
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
-    from anaphora.identity import BlockDigests
+    from anaphora.identity import BlockDigests, Namespace
 
 
 class RadixIndex:
@@ -62,6 +62,8 @@ class RadixIndex:
         """Holders whose table differs from the tree somewhere on the path to their tail."""
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
+        self._ghosts: deque[tuple[int, Label, Node]] = deque(maxlen=NUM_GHOSTS)
+        """Evicted runs of blocks: the depth and label of the first block, and the node that it came after."""
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -104,24 +106,45 @@ class RadixIndex:
         node, num_matched, num_blocks, num_unpinned = found
         return Hit(num_blocks, num_unpinned, (node, num_matched), num_blocks)
 
-    def find_part(self, sequence: Sequence, hit: Hit, max_tokens: int, unit: int) -> tuple[int, int]:
-        """Compare with the next block of the last node, or with the first ones of its children."""
-        width = self._tree.width
-        content = sequence.segments.at(hit.num_blocks)[0] if sequence.segments else None
-        if hit.where is None:
-            node: Node | None = self._tree.lanes.get(sequence.namespace)
-            num_matched = 0
-        else:
-            node, num_matched = hit.where
-        if node is None or content is not None:
-            return 0, 0
-        rest = sequence.tokens[hit.num_blocks * width :][: max_tokens * TOKEN_BYTES]
+    def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
+        """The next block of the last node, or the first ones of its children."""
+        node: Node | None
+        node, num_matched = hit.where or (self._tree.lanes.get(sequence.namespace), 0)
+        if node is None or not isinstance(self._label(sequence, hit.num_blocks), bytes):
+            return
         if num_matched < len(node.blocks):
-            first_block = bytes(node.key[num_matched * width : (num_matched + 1) * width])
-            is_plain = isinstance(node.label, bytes)
-            return longest_part(rest, [(first_block, node.blocks[num_matched])] if is_plain else [], unit)
-        kids = ((label, kid.blocks[0]) for label, kid in node.kids.items() if isinstance(label, bytes))
-        return longest_part(rest, kids, unit)
+            if isinstance(node.label, bytes):
+                width = self._tree.width
+                yield bytes(node.key[num_matched * width : (num_matched + 1) * width]), node.blocks[num_matched]
+            return
+        for label, kid in node.kids.items():
+            if isinstance(label, bytes):
+                yield label, kid.blocks[0]
+
+    def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
+        """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
+        label = self._label(sequence, hit.num_blocks)
+        return any(
+            depth == hit.num_blocks and ghost == label and self._is_above(node, sequence)
+            for depth, ghost, node in self._ghosts
+        )
+
+    def _is_above(self, node: Node, sequence: Sequence) -> bool:
+        while node.parent is not None:
+            if node.label != self._label(sequence, node.depth):
+                return False
+            node = node.parent
+        return isinstance(node, Root) and node.namespace == sequence.namespace
+
+    def _label(self, sequence: Sequence, position: int) -> Label:
+        start = position * self._tree.width
+        first_block = bytes(sequence.tokens[start : start + self._tree.width])
+        content = sequence.segments.at(position)[0] if sequence.segments is not None else None
+        return first_block if content is None else (first_block, content)
+
+    def namespaces(self) -> Iterable[Namespace]:
+        """The lanes."""
+        return list(self._tree.lanes)
 
     def pin(self, sequence: Sequence, hit: Hit) -> None:
         """Lock the path to the hit's end, splitting its last node if it matched in part."""
@@ -194,6 +217,11 @@ class RadixIndex:
 
     def _on_evict(self, node: Node, first: int) -> None:
         self._blank.extend(node.blocks[first:] if first else node.blocks)
+        if first:
+            start = first * self._tree.width
+            self._ghosts.append((node.depth + first, bytes(node.key[start : start + self._tree.width]), node))
+        elif node.parent is not None:
+            self._ghosts.append((node.depth, node.label, node.parent))
         if self._events is not None:
             self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
 
@@ -404,6 +432,7 @@ class RadixIndex:
         """Start again with every block blank."""
         self.version += 1
         self._tree.clear()
+        self._ghosts.clear()
         self._blank = array("i", range(1, self._num_blocks + 1))
         if self._events is not None:
             self._events.append(AllBlocksCleared())

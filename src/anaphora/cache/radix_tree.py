@@ -40,10 +40,11 @@ class Node:
 
     label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
         holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
+    depth: blocks before its first one.
     digests: names of its first blocks, as many as have been asked for.
     """
 
-    __slots__ = ("blocks", "digests", "key", "kids", "label", "parent", "ref")
+    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "parent", "ref")
 
     def __init__(self, parent: Node | None, label: Label, key: Key, blocks: array[int]) -> None:
         self.parent = parent
@@ -52,6 +53,7 @@ class Node:
         self.blocks = blocks
         self.kids: dict[Label, Node] = {}
         self.ref = 0
+        self.depth: int = parent.depth + len(parent.blocks) if parent else 0
         self.digests: list[bytes] | None = None
 
     def path(self) -> list[Node]:
@@ -175,6 +177,7 @@ class RadixTree:
         node.label = label if isinstance(node.label, bytes) else (label, node.label[1].after(num_blocks))
         del node.blocks[:num_blocks]
         node.parent = upper
+        node.depth += num_blocks
         upper.kids[node.label] = node
         if node.digests:
             upper.digests = node.digests[:num_blocks]
@@ -208,6 +211,7 @@ class RadixTree:
                 return
             on_evict(node, 0)
             num_blocks -= len(node.blocks)
+            node.key = b""  # whoever remembers the node needs no more than its label
             del evictable[node]
             parent = node.parent
             assert parent is not None
@@ -294,6 +298,7 @@ class RadixTree:
             label = node.label if isinstance(node.label, bytes) else node.label[0]
             require(label == node.key[: self.width], "a label is not the first block's tokens")
             require(len(node.key) == len(node.blocks) * self.width > 0, "key and blocks differ in length")
+            require(node.depth == parent.depth + len(parent.blocks), "a node is not as deep as it says")
             require(node.ref == num_locks.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "a node's ref")
             require((node in place) == (not node.ref), "evictable is not the same as unpinned")
             if not node.ref:
