@@ -249,6 +249,14 @@ def test_what_vllm_has_no_form_for_is_refused() -> None:
         VllmEventFormat(key=b"key")
 
 
+def test_fields_that_vllm_always_writes_are_written_when_they_are_empty() -> None:
+    event = BlockStored((b"\1" * 8,), None, b"", 0, Namespace(), medium="CPU")
+    (written,) = msgspec.msgpack.decode(VllmEventFormat().encode([event], 0.0))[1]
+    fields = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+    assert list(written) == [*fields, "extra_keys", "group_idx", "kv_cache_spec_kind"]
+    assert (written["token_ids"], written["parent_block_hash"], written["lora_id"]) == ([], None, None)
+
+
 def test_names_of_other_lengths_than_eight_bytes_survive_as_bytes() -> None:
     event = BlockRemoved((b"\1" * 16, b"\2" * 32))
     payload = VllmEventFormat(int_hashes=False).encode([event], 0.0)

@@ -33,7 +33,8 @@ def _nil() -> None:
     plain default, is never left out."""
 
 
-def _none_given() -> list[int]:
+def _no_tokens() -> list[int]:
+    """The same; msgspec would leave out an empty list whose factory is `list`."""
     return []
 
 
@@ -46,7 +47,7 @@ def _is_extra_key(key: object) -> bool:
 class _StoredFields(Struct, frozen=True, omit_defaults=True):
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None = field(default_factory=_nil)
-    token_ids: list[int] = field(default_factory=_none_given)
+    token_ids: list[int] = field(default_factory=_no_tokens)
     block_size: _Natural = field(default_factory=int)
     lora_id: int | None = field(default_factory=_nil)
     medium: str | None = field(default_factory=_nil)
