@@ -1,0 +1,167 @@
+"""Contestants: cache managers under one driver, each in a process of its own that speaks JSON lines."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from .workload import Prompts, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Contestant(ABC):
+    """A cache manager as an engine uses it."""
+
+    @abstractmethod
+    def prepare(self, tokens: bytes) -> Any:
+        """Turn packed int32 ids into what the manager's engine would hand it. Not measured."""
+
+    @abstractmethod
+    def begin(self, prompt: Any) -> Any:
+        """Admit a request: look up, pin, allocate for the rest, publish what is computed; decode if asked to."""
+
+    @abstractmethod
+    def end(self, request: Any) -> None:
+        """Give back what the request holds."""
+
+    @abstractmethod
+    def hit_tokens(self, request: Any) -> int:
+        """Tokens of a live request that were found in the cache."""
+
+
+class Stage:
+    """One contestant in one scenario: a full pool and the requests that are alive."""
+
+    def __init__(self, make: Callable[[Scenario], Contestant], scenario: Scenario) -> None:
+        self.contestant = make(scenario)
+        self.scenario = scenario
+        self._prompts = Prompts(scenario)
+        self._live: deque[Any] = deque()
+        # As engines do once they are set up: what exists now is no work for the collector, which stays on.
+        gc.collect()
+        gc.freeze()
+        for _ in range(scenario.num_filling):
+            self._admit(self.contestant.prepare(self._prompts.next()))
+
+    def _admit(self, prompt: Any) -> None:
+        self._live.append(self.contestant.begin(prompt))
+        if len(self._live) > self.scenario.num_live:
+            self.contestant.end(self._live.popleft())
+
+    def round(self, num_requests: int) -> dict[str, float]:
+        """Serve requests; return thread CPU microseconds for each and the share of tokens that were hits."""
+        # Other processes have run since the last round, so a few requests first bring the caches back.
+        prompts = [self.contestant.prepare(self._prompts.next()) for _ in range(num_requests + num_requests // 4 + 1)]
+        measured = prompts[-num_requests:]
+        admit = self._admit
+        for prompt in prompts[:-num_requests]:
+            admit(prompt)
+        started = time.thread_time_ns()
+        for prompt in measured:
+            admit(prompt)
+        spent = time.thread_time_ns() - started
+        hits = [self.contestant.hit_tokens(request) for request in self._live]
+        return {"us": spent / 1000 / num_requests, "hit": sum(hits) / len(hits) / self.scenario.num_tokens}
+
+    def close(self) -> None:
+        """End the requests that are alive."""
+        while self._live:
+            self.contestant.end(self._live.popleft())
+        gc.unfreeze()
+
+
+def serve(version: str, contestants: dict[str, Callable[[Scenario], Contestant]]) -> None:
+    """Answer a driver's requests on stdin until it closes it. Whatever else is printed goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
+    answer({"version": version, "contestants": list(contestants)})
+    stage: Stage | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "set_up":
+            if stage is not None:
+                stage.close()
+            stage = None
+            gc.collect()
+            before = _resident_bytes()
+            stage = Stage(contestants[request["contestant"]], Scenario(**request["scenario"]))
+            answer({"resident_bytes": _resident_bytes() - before})
+        elif request["do"] == "round" and stage is not None:
+            answer(stage.round(request["num_requests"]))
+        else:
+            raise ValueError(f"do: {request['do']!r} is not known, or comes before set_up")
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Process:
+    """The driver's end of a contestant's process. Raises RuntimeError if it dies."""
+
+    def __init__(self, python: str, module: str, contestant: str) -> None:
+        self.contestant = contestant
+        self._log = TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [python, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=REPOSITORY,
+            text=True,
+        )
+        self.version = ""
+
+    def connect(self) -> None:
+        """Wait until it has imported what it needs."""
+        self.version = self._receive()["version"]
+
+    def set_up(self, scenario: Scenario) -> dict[str, Any]:
+        """Make a manager and fill its pool."""
+        return self._ask(do="set_up", contestant=self.contestant, scenario=asdict(scenario))
+
+    def round(self, num_requests: int) -> dict[str, Any]:
+        """Serve requests and measure."""
+        return self._ask(do="round", num_requests=num_requests)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"{self.contestant}: its process ended with {status}: {self._log.read()[-2000:]}")
+        message: dict[str, Any] = json.loads(line)
+        return message
