@@ -52,7 +52,7 @@ def fingerprint(manager: KVCacheManager) -> object:
     index = manager._index
     if isinstance(index, RadixIndex):
         order: object = [
-            [(tuple(node.blocks), bytes(node.key)) for node in index._tree.evictable],
+            [(tuple(node.blocks), bytes(node.key)) for order in index._tree.orders() for node in order.idle],
             list(index._blank),
             sorted((tuple(node.blocks), bytes(node.key), node.ref) for node in index._tree.nodes()),
         ]

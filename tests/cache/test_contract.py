@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from anaphora import Adapter, KVCacheManager, Namespace
+from anaphora.cache.eviction import Tlru
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.identity import BlockDigests, MediaSpan, PromptEmbeds
 from tests.cache.conftest import admit, run
@@ -320,6 +321,61 @@ class TestEviction:
             run(manager, tokens(1, 5), Namespace(salt=str(salt)))
         index = manager._index
         assert len(index._tree.lanes if isinstance(index, RadixIndex) else index._roots) <= 2
+
+
+class TestQuotas:
+    ALICE, BOB = Namespace(salt="alice"), Namespace(salt="bob")
+
+    def test_a_namespace_keeps_no_more_than_its_quota_when_nobody_holds_it(self):
+        manager = KVCacheManager(16, 4)
+        manager.set_quota(self.ALICE, 3)
+        run(manager, tokens(1, 21), self.ALICE)
+        assert manager.match(tokens(1, 21), self.ALICE) == 12
+        assert manager.num_cached_blocks == 3
+
+    def test_one_tenant_cannot_flush_another(self):
+        manager = KVCacheManager(16, 4)
+        manager.set_quota(self.ALICE, 4)
+        run(manager, tokens(1, 9), self.ALICE)
+        run(manager, tokens(1, 9), self.BOB)
+        for first in range(100, 400, 20):
+            run(manager, tokens(first, first + 8), self.ALICE)
+            manager.check()
+        assert manager.match(tokens(1, 9), self.BOB) == 8
+        for first in range(100, 400, 20):
+            run(manager, tokens(first, first + 16), self.BOB)
+        assert manager.match(tokens(380, 388), self.ALICE) == 8
+
+    def test_a_running_sequence_may_go_beyond_the_quota(self):
+        manager = KVCacheManager(16, 4)
+        manager.set_quota(self.ALICE, 1)
+        sequence = admit(manager, tokens(1, 33), self.ALICE)
+        assert manager.match(tokens(1, 33), self.ALICE) == 32
+        manager.finish(sequence)
+        assert manager.match(tokens(1, 33), self.ALICE) == 4
+
+    def test_a_quota_can_be_changed_and_lifted_at_any_time(self):
+        manager = KVCacheManager(16, 4)
+        run(manager, tokens(1, 21), self.ALICE)
+        manager.set_quota(self.ALICE, 2)
+        manager.check()
+        assert manager.match(tokens(1, 21), self.ALICE) == 8
+        manager.set_quota(self.ALICE, None)
+        run(manager, tokens(1, 21), self.ALICE)
+        manager.check()
+        assert manager.match(tokens(1, 21), self.ALICE) == 20
+
+    def test_what_is_not_to_be_had_is_refused_by_name(self):
+        with pytest.raises(ValueError, match="max_blocks"):
+            KVCacheManager(4).set_quota(self.ALICE, -1)
+        with pytest.raises(ValueError, match="quotas need index='radix'"):
+            KVCacheManager(4, index="hash").set_quota(self.ALICE, 1)
+        with pytest.raises(ValueError, match="eviction: expected one of lru"):
+            KVCacheManager(4, eviction="random")
+        with pytest.raises(ValueError, match="eviction"):
+            KVCacheManager(4, index="hash", eviction="lfu")
+        with pytest.raises(ValueError, match="next_prompt"):
+            Tlru(threshold=10, next_prompt=10)
 
 
 class TestDuplicates:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from anaphora import KVCacheManager, Namespace, Sequence
 from anaphora.cache.events import DEVICE, Mirror
+from anaphora.cache.eviction import EvictionPolicy, Tlru
 from anaphora.cache.retention import Retention
 from anaphora.identity import BlockDigests
 from anaphora.tokens import TOKEN_BYTES
@@ -36,6 +37,7 @@ class CacheMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
     window_retention: int | None = None
     match_unit: int | None = None
+    eviction: str | EvictionPolicy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,6 +245,28 @@ class FineHashMachine(FineMachine):
     kind = "hash"
 
 
+class LfuMachine(TinyPoolMachine):
+    eviction = "lfu"
+
+
+class FifoMachine(TinyPoolMachine):
+    eviction = "fifo"
+
+
+class TlruMachine(TinyPoolMachine):
+    eviction = Tlru(threshold=6, next_prompt=2)
+
+
+class QuotaMachine(CacheMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager.set_quota(NAMESPACES[1], 3)
+
+    @rule(quota=st.one_of(st.none(), st.integers(0, 4)))
+    def set_quota(self, quota: int | None) -> None:
+        self.manager.set_quota(NAMESPACES[1], quota)
+
+
 class WindowMachine(HashMachine):
     windows = (4,)
 
@@ -268,6 +292,10 @@ MACHINES = (
     TokenGranularMachine,
     TinyPoolMachine,
     TinyHashPoolMachine,
+    LfuMachine,
+    FifoMachine,
+    TlruMachine,
+    QuotaMachine,
     FineMachine,
     FineHashMachine,
     WindowMachine,

@@ -15,15 +15,17 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from anaphora.cache.eviction import Lru
 from anaphora.cache.index import NUM_GHOSTS, Hit, require
 from anaphora.cache.pool import FreeQueue
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable, Iterator, Set
 
     from anaphora.cache.events import Event
+    from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.segments import BlockContent
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
@@ -82,7 +84,10 @@ class HashIndex:
         digests: BlockDigests,
         events: list[Event] | None,
         windows: Windows,
+        policy: EvictionPolicy,
     ) -> None:
+        if not isinstance(policy, Lru):
+            raise ValueError("eviction: index='hash' evicts as vLLM does, 'lru'; others need index='radix'")
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._width = block_size * TOKEN_BYTES
@@ -299,20 +304,21 @@ class HashIndex:
             prefix.blocks[group].append(block)
             self._prefixes[block] = prefix
             self._group[block] = group
-        if self._events is None or not named:
-            return
-        start, prefix = named[0]
-        end = named[-1][0] + 1
-        self._events.append(
-            BlockStored(
-                digests=tuple(prefix.digest for _, prefix in named),
-                parent=prefix.parent.digest if prefix.parent is not None and prefix.parent.parent is not None else None,
-                tokens=bytes(sequence.tokens[start * self._width : end * self._width]),
-                block_size=self._block_size,
-                namespace=sequence.namespace,
-                extras=extra_keys(sequence.namespace, sequence.media, start, end - start, self._block_size),
-                group=group,
-            )
+        if self._events is not None:
+            for run in _consecutive(named):
+                self._events.append(self._stored_event(sequence, group, run))
+
+    def _stored_event(self, sequence: Sequence, group: int, run: list[tuple[int, _Prefix]]) -> BlockStored:
+        start, prefix = run[0]
+        end = start + len(run)
+        return BlockStored(
+            digests=tuple(prefix.digest for _, prefix in run),
+            parent=prefix.parent.digest if prefix.parent is not None and prefix.parent.parent is not None else None,
+            tokens=bytes(sequence.tokens[start * self._width : end * self._width]),
+            block_size=self._block_size,
+            namespace=sequence.namespace,
+            extras=extra_keys(sequence.namespace, sequence.media, start, end - start, self._block_size),
+            group=group,
         )
 
     def _label(self, sequence: Sequence, position: int) -> Label:
@@ -393,6 +399,10 @@ class HashIndex:
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
+    def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
+        """Not to be had: vLLM's free queue is one for all."""
+        raise ValueError("max_blocks: quotas need index='radix'")
+
     def clear(self) -> None:
         """Forget every name; the order of the queue stays."""
         self.version += 1
@@ -448,3 +458,12 @@ class HashIndex:
             require(prefix.num_standing == num_standing.get(prefix, 0), "the count of those who stand here")
             require(not prefix.is_useless, "a prefix of no use was kept")
         require(num_named == sum(prefix is not None for prefix in self._prefixes), "a named block is in no prefix")
+
+
+def _consecutive(named: list[tuple[int, _Prefix]]) -> Iterator[list[tuple[int, _Prefix]]]:
+    """Cut a list of (position, prefix) where positions are left out."""
+    start = 0
+    for i in range(1, len(named) + 1):
+        if i == len(named) or named[i][0] != named[i - 1][0] + 1:
+            yield named[start:i]
+            start = i

@@ -148,6 +148,10 @@ class PrefixIndex(Protocol):
         """Return name and layer group of every findable block, as often as it is stored. For tests; cost O(pool)."""
         ...
 
+    def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
+        """Bound how many blocks that nobody holds stay cached under a namespace; None for no bound."""
+        ...
+
     def clear(self) -> None:
         """Forget all content. The caller made sure that no sequence holds a block."""
         ...

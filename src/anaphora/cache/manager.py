@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from anaphora.cache.eviction import POLICIES, Tlru
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache.events import Event
+    from anaphora.cache.eviction import EvictionPolicy
 
 INHERITED = (
     "media",
@@ -37,6 +40,7 @@ INHERITED = (
     "num_indexed_blocks",
     "num_prompt_tokens",
     "num_shared_blocks",
+    "priority",
     "publishes",
     "recomputes_last_block",
     "segments",
@@ -57,6 +61,8 @@ class KVCacheManager:
             num_blocks + 1 pages.
         block_size: tokens in a block. Hits are whole blocks.
         index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
+        eviction: what goes first of what nobody holds: a name in `eviction.POLICIES`, or a policy with its parameters.
+            index="hash" knows "lru" alone.
         digests: how blocks are named (`block_digests`, events); by default with a secret of this process's own.
         match_unit: tokens by which hits may end inside a block: a divisor of `block_size`, by default the whole. The
             part of a block that matched is copied (`take_copies`), so the executor must be able to compute on from the
@@ -81,6 +87,7 @@ class KVCacheManager:
         block_size: int = 16,
         *,
         index: IndexKind = "radix",
+        eviction: str | EvictionPolicy = "lru",
         digests: BlockDigests | None = None,
         match_unit: int | None = None,
         events: bool = False,
@@ -96,6 +103,11 @@ class KVCacheManager:
             raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        policy = POLICIES.get(eviction) if isinstance(eviction, str) else eviction
+        if policy is None:
+            raise ValueError(f"eviction: expected one of {', '.join(POLICIES)}, or a policy, got {eviction!r}")
+        if isinstance(policy, Tlru):
+            policy = replace(policy, block_size=block_size)
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
@@ -107,7 +119,7 @@ class KVCacheManager:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._index: PrefixIndex = kinds[index](
-            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows
+            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy
         )
         self._retained = RetentionBook(self._index, int(num_blocks * max_retained_share), clock)
         self._forked: set[Sequence] = set()
@@ -126,6 +138,7 @@ class KVCacheManager:
         read_cache: bool = True,
         write_cache: bool = True,
         recompute_last_block: bool = False,
+        priority: int = 0,
     ) -> Sequence:
         """Return a handle for a prompt. Changes nothing: no block is held until the first `allocate`.
 
@@ -136,6 +149,7 @@ class KVCacheManager:
             read_cache: False computes everything anew (prompt log-probabilities need it).
             recompute_last_block: a drafter needs the hidden states of the block before the first new token, so the last
                 block of a hit is computed again.
+            priority: for eviction="priority": what it is served and leaves goes later than that of lower priority.
             write_cache: False leaves nothing of this sequence for others to find.
 
         Raises ValueError or TypeError for ids that are no int32.
@@ -149,6 +163,8 @@ class KVCacheManager:
             sequence.segments = Segments(sequence.media, self.block_size)
         if recompute_last_block:
             sequence.recomputes_last_block = True
+        if priority:
+            sequence.priority = priority
         for _ in range(1, self._windows.num_groups):
             sequence.block_tables.append(array("i"))
         return sequence
@@ -383,6 +399,16 @@ class KVCacheManager:
             require(sequence.num_computed_tokens <= num_slots, "more computed than allocated")
             require(sequence.num_indexed_blocks <= sequence.num_computed_tokens // self.block_size, "found too early")
         self._index.check()
+
+    def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
+        """Bound what stays cached under a namespace when nobody holds it; None for no bound.
+
+        A namespace with a quota can neither crowd out the others with what it leaves behind, nor be crowded out by
+        them: its cached blocks are evicted by its own order, and for others only when those have none left.
+        """
+        if max_blocks is not None and max_blocks < 0:
+            raise ValueError(f"max_blocks: expected 0 or more, or None for no bound, got {max_blocks}")
+        self._index.set_quota(namespace, max_blocks)
 
     # -- the whole -------------------------------------------------------------------------------------------------
 

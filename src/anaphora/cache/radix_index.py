@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
 
     from anaphora.cache.events import Event
+    from anaphora.cache.eviction import EvictionPolicy, LruOrder
     from anaphora.cache.radix_tree import Key, Label, Node
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
@@ -48,6 +49,7 @@ class RadixIndex:
         digests: BlockDigests,
         events: list[Event] | None,
         windows: Windows,
+        policy: EvictionPolicy,
     ) -> None:
         if windows.num_groups > 1 or windows.window_groups:
             raise ValueError("windows: several layer groups, or windows, need index='hash'")
@@ -55,7 +57,7 @@ class RadixIndex:
         self._block_size = block_size
         self._digests = digests
         self._events = events
-        self._tree = RadixTree(block_size)
+        self._tree = RadixTree(block_size, policy)
         self._blank = array("i", range(1, num_blocks + 1))
         """Blocks without content, last in first out, so that a small working set stays small."""
         self._duplicating: set[Sequence] = set()
@@ -160,6 +162,9 @@ class RadixIndex:
         if num_matched < len(node.blocks):
             node = self._tree.split(node, num_matched)
         self._tree.lock(node)
+        if node.order.keeps_notes:
+            for part in node.path():
+                node.order.used(part, sequence.priority)
         sequence.index_state = node
         table = sequence.block_table
         if num_matched == hit.num_blocks:
@@ -187,8 +192,23 @@ class RadixIndex:
         tail: Node = sequence.index_state
         sequence.index_state = None
         self._tree.unlock(tail)
+        self._respect_quota(tail.order)
         if self._duplicating:
             self._settle_duplicates()
+
+    def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
+        """Bound how many blocks that nobody holds stay cached under a namespace."""
+        self.version += 1
+        self._tree.set_quota(namespace, max_blocks)
+        root = self._tree.lanes.get(namespace)
+        if root is not None:
+            self._respect_quota(root.order)
+
+    def _respect_quota(self, order: LruOrder) -> None:
+        if order.quota is not None and order.num_blocks > order.quota:
+            excess = order.num_blocks - order.quota
+            self.num_evicted_blocks += excess
+            self._tree.evict_from(order, excess, self._on_evict)
 
     def _give_back(self, blocks: array[int]) -> None:
         if not self._extra_holders:
@@ -260,6 +280,8 @@ class RadixIndex:
                 if type(key) is bytes and last < len(tokens) // width:
                     key = bytearray(key)  # more of the prompt will follow, in place
                 tail = sequence.index_state = self._tree.add(tail, label, key, blocks)
+            if tail.order.keeps_notes:
+                tail.order.made(tail, sequence.priority)
             if names is not None:
                 tail.digests = [*(tail.digests or ()), *names]
 
@@ -277,6 +299,8 @@ class RadixIndex:
             self._replace_blocks(node, sequence.block_table[first : first + num_equal])
         self._tree.lock(node)
         self._tree.unlock(sequence.index_state)
+        if node.order.keeps_notes:
+            node.order.used(node, sequence.priority)
         sequence.index_state = node
         sequence.num_indexed_blocks = first + num_equal
 

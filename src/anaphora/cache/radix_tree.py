@@ -10,17 +10,18 @@ Matching compares token bytes, so it is exact: there is no digest that could col
 the tokens of its blocks as bytes, compared with one memcmp. Work is proportional to nodes, not to blocks.
 
 `ref` of a node counts the holds on it itself (`lock`), and its children with ref > 0. So a node is pinned exactly when
-something at or below it is, and locking stops at the first ancestor that was locked before. Unpinned nodes stand in
-`evictable` in the order in which they were let go, children before their parents; so its head is always a leaf, tails
-go before heads, and evicting costs O(1) a node.
+something at or below it is, and locking stops at the first ancestor that was locked before. Unpinned nodes stand in an
+order of eviction (`eviction`), children before their parents; only leaves go, so tails go before heads. Lanes share one
+order, except those with a quota, which have one of their own: beyond the quota it gives up what it has, and below it
+gives up only what the shared order cannot.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from anaphora.cache.eviction import make_order
 from anaphora.cache.index import require
 from anaphora.cache.segments import BlockContent, Segments
 from anaphora.tokens import TOKEN_BYTES
@@ -28,6 +29,7 @@ from anaphora.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from anaphora.cache.eviction import EvictionPolicy, LruOrder, Note
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
@@ -41,13 +43,15 @@ class Node:
     label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
         holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
     depth: blocks before its first one.
+    order: where it stands when nobody holds it. note: what a scored order remembers of it.
     digests: names of its first blocks, as many as have been asked for.
     """
 
-    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "parent", "ref")
+    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "note", "order", "parent", "ref")
 
-    def __init__(self, parent: Node | None, label: Label, key: Key, blocks: array[int]) -> None:
+    def __init__(self, parent: Node | None, order: LruOrder, label: Label, key: Key, blocks: array[int]) -> None:
         self.parent = parent
+        self.order = order
         self.label = label
         self.key = key
         self.blocks = blocks
@@ -55,6 +59,7 @@ class Node:
         self.ref = 0
         self.depth: int = parent.depth + len(parent.blocks) if parent else 0
         self.digests: list[bytes] | None = None
+        self.note: Note | None = None
 
     def path(self) -> list[Node]:
         """Nodes from below the root to this one."""
@@ -72,8 +77,8 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, b"", b"", array("i"))
+    def __init__(self, namespace: Namespace, order: LruOrder) -> None:
+        super().__init__(None, order, b"", b"", array("i"))
         self.namespace = namespace
 
 
@@ -84,11 +89,15 @@ class RadixTree:
     changes); split, add O(1) + one memcpy; evict O(e).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
         self.width = block_size * TOKEN_BYTES
         self.lanes: dict[Namespace, Root] = {}
-        self.evictable: OrderedDict[Node, None] = OrderedDict()
+        self.order = make_order(policy)
+        """Unpinned nodes of the lanes without a quota."""
         self.num_evictable_blocks = 0
+        """In all orders."""
+        self._policy = policy
+        self._quotas: dict[Namespace, LruOrder] = {}
 
     def match(
         self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
@@ -133,8 +142,32 @@ class RadixTree:
         """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""
         root = self.lanes.get(namespace)
         if root is None:
-            root = self.lanes[namespace] = Root(namespace)
+            root = self.lanes[namespace] = Root(namespace, self._quotas.get(namespace, self.order))
         return root
+
+    def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
+        """Give a lane an order of its own with this quota, or none. Cost: O(nodes)."""
+        order = self.order
+        if max_blocks is None:
+            self._quotas.pop(namespace, None)
+        else:
+            order = self._quotas[namespace] = make_order(self._policy, max_blocks)
+        root = self.lanes.get(namespace)
+        if root is None:
+            return
+        old = root.order
+        moving = {node for node in self.nodes(root) if not node.ref}
+        for node in [node for node in old.idle if node in moving]:
+            old.remove(node)
+            order.add(node)
+        for node in [root, *self.nodes(root)]:
+            node.order = order
+
+    def orders(self) -> list[LruOrder]:
+        """All orders, in which eviction goes through them: the shared one, then those with a quota, largest first."""
+        if not self._quotas:
+            return [self.order]
+        return [self.order, *sorted(self._quotas.values(), key=lambda order: -order.num_blocks)]
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -142,8 +175,8 @@ class RadixTree:
         """Hold a node, and with it the path to it."""
         node.ref += 1
         while node.ref == 1 and node.parent is not None:
-            if node in self.evictable:  # a node that was made just now is not
-                del self.evictable[node]
+            if node in node.order.idle:  # a node that was made just now is not
+                node.order.remove(node)
                 self.num_evictable_blocks -= len(node.blocks)
             node = node.parent
             node.ref += 1
@@ -152,7 +185,7 @@ class RadixTree:
         """Let go one hold; what nobody holds any more becomes evictable, deepest first."""
         node.ref -= 1
         while not node.ref and node.parent is not None:
-            self.evictable[node] = None
+            node.order.add(node)
             self.num_evictable_blocks += len(node.blocks)
             node = node.parent
             node.ref -= 1
@@ -170,7 +203,7 @@ class RadixTree:
         size = num_blocks * self.width
         parent = node.parent
         assert parent is not None
-        upper = Node(parent, node.label, node.key[:size], node.blocks[:num_blocks])
+        upper = Node(parent, node.order, node.label, node.key[:size], node.blocks[:num_blocks])
         parent.kids[node.label] = upper
         node.key = node.key[size:]
         label = bytes(node.key[: self.width])
@@ -185,39 +218,52 @@ class RadixTree:
         if node.ref:
             upper.ref = 1
         else:
+            node.order.num_blocks -= num_blocks
             self.num_evictable_blocks -= num_blocks
+        node.order.split(upper, node)
         return upper
 
     def add(self, parent: Node, label: Label, key: Key, blocks: array[int]) -> Node:
         """Hang a new leaf below a node that the caller holds: that hold moves to the leaf."""
-        node = Node(parent, label, key, blocks)
+        node = Node(parent, parent.order, label, key, blocks)
         parent.kids[label] = node
         node.ref = 1
         return node
 
     def evict(self, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
-        """Let go exactly `num_blocks` unpinned blocks: least recently held first, each node's tail before its head.
+        """Let go exactly `num_blocks` unpinned blocks, in the order of eviction, each node's tail before its head.
 
         `on_evict(node, first)` is told of the blocks from `first` on before they leave the node.
         """
+        for order in self.orders():
+            num_here = min(num_blocks, order.num_blocks)
+            self.evict_from(order, num_here, on_evict)
+            num_blocks -= num_here
+            if not num_blocks:
+                return
+
+    def evict_from(self, order: LruOrder, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
+        """The same, from one order."""
         self.num_evictable_blocks -= num_blocks
-        evictable = self.evictable
         while num_blocks:
-            node = next(iter(evictable))
+            node = order.first()
             rest = len(node.blocks) - num_blocks
             if rest > 0:
                 on_evict(node, rest)
+                order.num_blocks -= num_blocks
                 self._trim(node, rest)
                 return
             on_evict(node, 0)
             num_blocks -= len(node.blocks)
+            order.remove(node)
             node.key = b""  # whoever remembers the node needs no more than its label
-            del evictable[node]
             parent = node.parent
             assert parent is not None
             del parent.kids[node.label]
             if isinstance(parent, Root):
                 self._drop_if_empty(parent)
+            elif not parent.kids:
+                order.became_leaf(parent)
 
     def _trim(self, node: Node, num_blocks: int) -> None:
         node.key = _shortened(node.key, num_blocks * self.width)
@@ -240,8 +286,10 @@ class RadixTree:
                 for kid in list(node.kids.values()):
                     self.cut_off(kid, 0, on_evict)
                 on_evict(node, num_blocks)
+                node.order.num_blocks -= len(node.blocks) - num_blocks
                 self.num_evictable_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
+                node.order.became_leaf(node)
                 return {}
         parent = node.parent
         assert parent is not None
@@ -254,17 +302,20 @@ class RadixTree:
                 pinned[lower] = None
             else:
                 on_evict(lower, 0)
-                del self.evictable[lower]
+                lower.order.remove(lower)
                 self.num_evictable_blocks -= len(lower.blocks)
         del parent.kids[node.label]
         if isinstance(parent, Root):
             self._drop_if_empty(parent)
+        elif not parent.kids:
+            parent.order.became_leaf(parent)
         return pinned
 
     def clear(self) -> None:
         """Forget everything."""
         self.lanes.clear()
-        self.evictable.clear()
+        self.order = make_order(self._policy)
+        self._quotas = {name: make_order(self._policy, order.quota) for name, order in self._quotas.items()}
         self.num_evictable_blocks = 0
 
     def _drop_if_empty(self, root: Root) -> None:
@@ -273,18 +324,18 @@ class RadixTree:
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents before their children."""
-        stack: list[Node] = list(self.lanes.values())
+    def nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """Every node but the roots, or every node below `top`; parents before their children."""
+        stack: list[Node] = list(self.lanes.values()) if top is None else [top]
         while stack:
             node = stack.pop()
-            if node.parent is not None:
+            if node.parent is not None and node is not top:
                 yield node
             stack.extend(node.kids.values())
 
     def check(self, num_locks: dict[Node, int]) -> None:
         """Assert every invariant of the tree, given how many holds there are on which nodes."""
-        place = {node: i for i, node in enumerate(self.evictable)}
+        place = {node: i for order in self.orders() for i, node in enumerate(order.idle)}
         num_evictable = 0
         for root in self.lanes.values():
             require(bool(root.kids or root.ref), "an empty lane was kept")
@@ -300,11 +351,16 @@ class RadixTree:
             require(len(node.key) == len(node.blocks) * self.width > 0, "key and blocks differ in length")
             require(node.depth == parent.depth + len(parent.blocks), "a node is not as deep as it says")
             require(node.ref == num_locks.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "a node's ref")
-            require((node in place) == (not node.ref), "evictable is not the same as unpinned")
+            require(node.order is parent.order, "a node stands in another order than its lane")
+            require((node in node.order.idle) == (not node.ref), "evictable is not the same as unpinned")
             if not node.ref:
                 num_evictable += len(node.blocks)
                 require(parent not in place or place[node] < place[parent], "a parent stands before its child")
         require(seen.issuperset(place), "a node that is gone is still to be evicted")
+        for order in self.orders():
+            num_blocks = sum(len(node.blocks) for node in order.idle)
+            require(order.num_blocks == num_blocks, "an order's count of blocks is wrong")
+            require(not order.idle or not order.first().kids, "a node that is no leaf is to go next")
         require(num_evictable == self.num_evictable_blocks, "the count of evictable blocks is wrong")
 
 

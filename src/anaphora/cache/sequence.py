@@ -41,6 +41,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_shared_blocks",
         "num_tokens",
+        "priority",
         "publishes",
         "read_cache",
         "recomputes_last_block",
@@ -83,6 +84,7 @@ class Sequence:
         self.num_shared_blocks = 0
         """Leading blocks that full-attention layers could have been served at admission."""
         self.recomputes_last_block = False
+        self.priority = 0
         self.index_state: Any = None
         """What the index remembers of this sequence; no one else looks at it."""
         self.hit: Any = None
