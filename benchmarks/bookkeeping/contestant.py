@@ -120,7 +120,7 @@ class Process:
 
     def __init__(self, python: str, module: str, contestant: str) -> None:
         self.contestant = contestant
-        self._log = TemporaryFile("w+")
+        self._log = TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [python, "-m", module],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The prompts that every contestant gets: random token ids, the same for all, with a chosen share found in the cache."""
+"""The prompts that every contestant gets: random token ids, a chosen share of them found in the cache."""
 
 from __future__ import annotations
 
