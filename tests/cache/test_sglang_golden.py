@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 
 from anaphora import KVCacheManager, Namespace, Sequence
+from anaphora.cache.eviction import Slru, Tlru
 from tests.cache.paged_memory import fingerprint
 from tests.cache.reference_tree import Key, ReferenceTree
 
@@ -72,6 +73,14 @@ COMPLETE_TRACES = STORED_TRACES | {
 # What makes a manager of each policy that the real index has, under its name in the traces' names.
 REAL_POLICIES: dict[str, dict[str, Any]] = {
     "lru": {},
+    "lfu": {"eviction": "lfu"},
+    "slru": {"eviction": "slru"},
+    "slru_3": {"eviction": Slru(threshold=3)},
+    "fifo": {"eviction": "fifo"},
+    "filo": {"eviction": "filo"},
+    "mru": {"eviction": "mru"},
+    "priority": {"eviction": "priority"},
+    "tlru": {"eviction": Tlru(threshold=40, next_prompt=10)},
 }
 
 
@@ -267,12 +276,12 @@ class RealReplay:
     def insert(self, step: Step) -> Answer:
         return {
             "already_cached": self.add(
-                real_namespace(namespace(step)), step["tokens"], page_slots(step, self.page_size)
+                real_namespace(namespace(step)), step["tokens"], page_slots(step, self.page_size), step["priority"]
             )
         }
 
-    def add(self, space: Namespace, tokens: list[int], slots: list[list[int]]) -> int:
-        writer = self.admit(space, tokens)
+    def add(self, space: Namespace, tokens: list[int], slots: list[list[int]], priority: int = 0) -> int:
+        writer = self.admit(space, tokens, priority)
         missing = len(tokens) // self.page_size * self.page_size - writer.num_computed_tokens
         num_evicted = self.manager.stats().evicted_blocks
         assert self.manager.allocate(writer, missing)
@@ -301,9 +310,9 @@ class RealReplay:
     def matched(self, space: Namespace, tokens: list[int]) -> int:
         return self.manager.match([*tokens, self.NEXT_TOKEN], space)
 
-    def admit(self, space: Namespace, tokens: list[int]) -> Sequence:
-        """Let a request hold what is known of its prompt."""
-        sequence = self.manager.start([*tokens, self.NEXT_TOKEN], space)
+    def admit(self, space: Namespace, tokens: list[int], priority: int = 0) -> Sequence:
+        """Let a request hold what is known of its prompt. It counts as a use only once it commits something."""
+        sequence = self.manager.start([*tokens, self.NEXT_TOKEN], space, priority=priority)
         assert self.manager.allocate(sequence, 0)
         return sequence
 

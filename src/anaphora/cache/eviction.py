@@ -180,7 +180,7 @@ class LruOrder:
         """The last child of a node is gone."""
 
     def used(self, node: Node, priority: int) -> None:
-        """A request was served all of a node."""
+        """A request that was served all of a node has gone on from there."""
 
     def made(self, node: Node, priority: int) -> None:
         """A request made a node, or made one longer."""

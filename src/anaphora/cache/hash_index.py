@@ -224,6 +224,9 @@ class HashIndex:
         self._free.append(named)
         self._num_named_free += len(named)
 
+    def count_use(self, sequence: Sequence) -> None:
+        """Nothing to do: recency is all that counts."""
+
     def num_leaving(self, sequence: Sequence) -> int:
         """Blocks of tokens that the windows have left and that nobody else holds."""
         num_leaving = 0

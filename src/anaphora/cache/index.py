@@ -103,6 +103,11 @@ class PrefixIndex(Protocol):
         """Make the sequence a holder of a hit found in the present state; put its block ids into the tables."""
         ...
 
+    def count_use(self, sequence: Sequence) -> None:
+        """The sequence goes on from its hit for the first time: for the policies of eviction, what it was served has
+        been used."""
+        ...
+
     def num_leaving(self, sequence: Sequence) -> int:
         """Return how many more blocks `slide` would make available."""
         ...

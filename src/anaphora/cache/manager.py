@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from anaphora.cache.eviction import EvictionPolicy
 
 INHERITED = (
+    "is_counted",
     "media",
     "num_computed_tokens",
     "num_indexed_blocks",
@@ -247,6 +248,9 @@ class KVCacheManager:
             raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
         if num_tokens and sequence in self._forked and self._shared_tails(sequence):
             raise ValueError(f"num_tokens: cannot commit {num_tokens} into a shared block; allocate first")
+        if not sequence.is_counted:
+            sequence.is_counted = True
+            self._index.count_use(sequence)
         sequence.num_computed_tokens = num_computed
         num_full = num_computed // self.block_size
         if sequence.publishes and num_full > sequence.num_indexed_blocks:

@@ -162,9 +162,6 @@ class RadixIndex:
         if num_matched < len(node.blocks):
             node = self._tree.split(node, num_matched)
         self._tree.lock(node)
-        if node.order.keeps_notes:
-            for part in node.path():
-                node.order.used(part, sequence.priority)
         sequence.index_state = node
         table = sequence.block_table
         if num_matched == hit.num_blocks:
@@ -172,6 +169,13 @@ class RadixIndex:
         else:
             for part in node.path():
                 table.extend(part.blocks)
+
+    def count_use(self, sequence: Sequence) -> None:
+        """Tell the order of eviction what the sequence was served."""
+        tail: Node = sequence.index_state
+        if tail.order.keeps_notes:
+            for node in tail.path():
+                tail.order.used(node, sequence.priority)
 
     def num_leaving(self, sequence: Sequence) -> int:
         """None: every layer attends to the whole sequence."""

@@ -34,6 +34,7 @@ class Sequence:
         "hit",
         "hit_version",
         "index_state",
+        "is_counted",
         "media",
         "namespace",
         "num_computed_tokens",
@@ -73,6 +74,7 @@ class Sequence:
         """Whether what it commits becomes findable: as asked, until something that it builds on has been forgotten."""
         self.state: State = "waiting"
         self.was_admitted = False
+        self.is_counted = False
         self.block_table: array[int] = array("i")
         """One block id per block, in order. A buffer view of it expires at the next allocate."""
         self.block_tables: list[array[int]] = [self.block_table]
