@@ -1,0 +1,162 @@
+"""Checks that nobody thought of: random scripts, held against the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from anaphora.conformance.adapter import Prompt
+from anaphora.conformance.checks.check import Check, Result, failing, ids
+from anaphora.conformance.script import (
+    INVALIDATE,
+    RESET,
+    abort,
+    allocate,
+    append,
+    begin,
+    computed,
+    evict,
+    finish,
+    match,
+    preempt,
+    resume,
+)
+from anaphora.identity import Adapter, MediaSpan, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anaphora.conformance.adapter import MakeManager
+    from anaphora.conformance.profile import Profile
+    from anaphora.conformance.script import Op
+
+NAMESPACES = (
+    *[Namespace()] * 5,
+    Namespace(salt="a"),
+    Namespace(salt="b"),
+    Namespace(adapter=Adapter("aa", name="s", path="/one")),
+    Namespace(adapter=Adapter("bb", name="s", path="/two")),
+)
+"""Mostly the default one, so that prompts meet."""
+OPTIONAL = ("preempt", "resume", "abort", "evict", "reset", "invalidate")
+
+
+@dataclass(frozen=True)
+class GeneratedCheck(Check):
+    """`num_scripts` random scripts from one seed."""
+
+    num_scripts: int = 40
+    seed: int = 0
+    name: str = "generated scripts"
+    about: str = "Whatever requests come, grow, end and come back in whatever order, no rule is broken."
+    source: str = "novitalabs/pegaflow#450, huggingface/text-generation-inference#2489"
+
+    def examine(self, make: MakeManager, profile: Profile, block_size: int) -> Result:
+        """Play all; report the shortest part of the first one that fails."""
+        manager = make(1, block_size)
+        offered = frozenset(name for name in OPTIONAL if manager.offers(name))
+        for number in range(self.num_scripts):
+            random = Random(f"{self.seed}/{number}")
+            num_blocks = random.choice([4, 6, 8, 12, 20])
+            script = Writer(random, block_size, offered, profile.shareable == "at_allocation").script(50)
+            failure = failing(make, profile, num_blocks, block_size, script)
+            if failure is not None:
+                detail = f"script {number} of seed {self.seed}, {num_blocks} blocks: {failure[0]}"
+                return self.result("failed", detail, failure[1])
+        return self.result("passed", f"{self.num_scripts} scripts")
+
+
+class Writer:
+    """Writes one random script.
+
+    It knows nothing of how the manager will answer: what makes no sense then is skipped.
+
+    computes_at_once: whether what is allocated is always computed before anything else happens, as engines promise
+        whose blocks can be found from allocation on.
+    """
+
+    def __init__(self, random: Random, block_size: int, offered: frozenset[str], computes_at_once: bool) -> None:
+        self._random = random
+        self._size = block_size
+        self._computes_at_once = computes_at_once
+        self._names = [f"r{number}" for number in range(random.choice([2, 3, 5]))]
+        self._stems = [ids(1000 * number, 5 * block_size) for number in range(1, 4)]
+        acts: list[tuple[Callable[[str], list[Op]], int]] = [
+            (self._begin, 30),
+            (self._compute, 0 if computes_at_once else 25),
+            (self._generate, 20),
+            (self._finish, 15),
+            (self._match, 6),
+        ]
+        if "abort" in offered:
+            acts.append((self._abort, 4))
+        if {"preempt", "resume"} <= offered:
+            acts += [(self._preempt, 5), (self._resume, 7)]
+        if "evict" in offered:
+            acts.append((self._evict, 1))
+        if "reset" in offered:
+            acts.append((self._reset, 1))
+        if "invalidate" in offered:
+            acts.append((self._invalidate, 1))
+        self._acts, self._weights = zip(*acts, strict=True)
+
+    def script(self, num_acts: int) -> list[Op]:
+        """Return a script of so many acts, each one or a few operations."""
+        acts = self._random.choices(self._acts, self._weights, k=num_acts)
+        return [op for act in acts for op in act(self._random.choice(self._names))]
+
+    def _prompt(self) -> Prompt:
+        """A stem, cut anywhere, now and then with a branch and an image: prompts share all kinds of beginnings."""
+        random, size = self._random, self._size
+        stem = random.choice(self._stems)
+        tokens = stem[: random.randint(1, len(stem))]
+        if random.random() < 0.4:
+            tokens += ids(random.choice([7000, 8000]), random.randint(1, 2 * size))
+        media: tuple[MediaSpan, ...] = ()
+        if random.random() < 0.15 and len(tokens) > size + 1:
+            media = (MediaSpan(size - 1, 2, random.choice("XY")),)
+        return Prompt(tokens, random.choice(NAMESPACES), media, reads_cache=random.random() > 0.05)
+
+    def _compute_if_due(self, name: str) -> list[Op]:
+        return [computed(name)] if self._computes_at_once or self._random.random() < 0.6 else []
+
+    def _begin(self, name: str) -> list[Op]:
+        chunk = self._random.choice([None, None, 1, self._size, self._random.randint(1, 3 * self._size)])
+        return [begin(name, self._prompt(), chunk), *self._compute_if_due(name)]
+
+    def _compute(self, name: str) -> list[Op]:
+        return [computed(name, self._random.choice([None, 1, self._size]))]
+
+    def _generate(self, name: str) -> list[Op]:
+        random = self._random
+        ops: list[Op] = []
+        if random.random() < 0.7:
+            first = random.choice([7000, 8000, random.randint(1000, 1000 + 3 * self._size)])
+            ops.append(append(name, ids(first, random.choice([1, 1, self._size]))))
+        ops.append(allocate(name, random.choice([None, None, 1, self._size, 2 * self._size])))
+        return ops + self._compute_if_due(name)
+
+    def _resume(self, name: str) -> list[Op]:
+        return [resume(name), *self._compute_if_due(name)]
+
+    def _finish(self, name: str) -> list[Op]:
+        return [finish(name)]
+
+    def _match(self, name: str) -> list[Op]:
+        return [match(self._prompt())]
+
+    def _abort(self, name: str) -> list[Op]:
+        return [abort(name)]
+
+    def _preempt(self, name: str) -> list[Op]:
+        return [preempt(name)]
+
+    def _evict(self, name: str) -> list[Op]:
+        return [evict(name, self._random.randint(0, 3))]
+
+    def _reset(self, name: str) -> list[Op]:
+        return [RESET]
+
+    def _invalidate(self, name: str) -> list[Op]:
+        return [INVALIDATE]
