@@ -238,8 +238,8 @@ class Adaptive:
         assert one is not None
         self._put(one, (self._last_use_s[block], -self._depth[block], block))
 
-    def _put(self, one: ReuseClass, entry: tuple[float, int, int]) -> None:
-        b = age_bin(self._now_s - entry[0])
+    def _put(self, one: ReuseClass, entry: tuple[float, int, int], least_bin: int = 0) -> None:
+        b = max(age_bin(self._now_s - entry[0]), least_bin)
         leaves = one.leaves[b]
         if not leaves:
             self._list_by_worth(one, b)
@@ -252,10 +252,12 @@ class Adaptive:
         while self._by_due and self._by_due[0][0] <= self._now_s:
             _, b, _, one = heapq.heappop(self._by_due)
             leaves = one.leaves[b]
-            while leaves and age_bin(self._now_s - leaves[0][0]) > b:
+            # The same sum as the due time, not the age: `now - time` may round to just below the bin's end when
+            # `time + end` is already due, and the entry would come back for ever.
+            while leaves and leaves[0][0] + BIN_START_S[b + 1] <= self._now_s:
                 entry = heapq.heappop(leaves)
                 if self._is_current(entry, one):
-                    self._put(one, entry)
+                    self._put(one, entry, least_bin=b + 1)
             if leaves:
                 self._serial += 1
                 heapq.heappush(self._by_due, (leaves[0][0] + BIN_START_S[b + 1], b, self._serial, one))
