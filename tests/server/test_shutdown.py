@@ -14,7 +14,7 @@ from anaphora.server import run
 from anaphora.server.run import ListenError, bind, url_of
 from tests.server.events import read_events
 from tests.server.live_server import serving_fake
-from tests.server.test_cancellation import ENDLESS, eventually
+from tests.server.test_concurrency import ENDLESS, eventually
 
 if TYPE_CHECKING:
     from tests.server.live_server import LiveServer

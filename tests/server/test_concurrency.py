@@ -1,9 +1,10 @@
-"""A client that goes away takes its requests out of the engine."""
+"""Clients beside each other: nobody waits for another's prompt, and who goes away leaves nothing behind."""
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -81,3 +82,24 @@ def test_aborted_requests_count_as_such(own: LiveServer) -> None:
     eventually(lambda: len(own.engine.service.aborted) == 1)
     own.engine.executor.gate.set()
     assert 'anaphora_requests_total{finish_reason="abort"} 1.0' in own.client.get("/metrics").text
+
+
+def test_a_slow_template_holds_nobody_up(own: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def render(*_: Any, **__: Any) -> str:
+        has_begun.set()
+        assert may_end.wait(10)
+        return "abc"
+
+    monkeypatch.setattr(type(own.engine.model.chat_template), "render", render)
+    body = {"model": "alphabet", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{own.url}/v1/chat/completions", json=body)))
+    thread.start()
+    assert has_begun.wait(10)
+    assert own.client.get("/health").status_code == 200
+    assert own.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).json()["choices"][0]["text"] == "b"
+    may_end.set()
+    thread.join(10)
+    assert answers[0].json()["choices"][0]["message"]["content"] == "d"
