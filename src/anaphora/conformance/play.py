@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anaphora.conformance.adapter import Counters, Prompt
-from anaphora.conformance.model import LiveRequest, Model, Violation
+from anaphora.conformance.model import LiveRequest, Model
 from anaphora.conformance.profile import Profile
 from anaphora.conformance.script import Op
+from anaphora.conformance.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,7 +94,7 @@ class Play:
     def _begin(self, op: Op) -> int | None:
         assert op.prompt is not None
         self._begun.add(op.request)
-        request = LiveRequest(op.prompt, op.prompt.token_ids)
+        request = self.model.request(op.prompt)
         num_cached = self.manager.begin(op.request, op.prompt, op.num_tokens)
         self._count_lookup(request, num_cached)
         return self._admit(op, request, num_cached)
@@ -112,7 +113,7 @@ class Play:
     def _append(self, op: Op) -> None:
         self.manager.append(op.request, op.token_ids)
         request = self.model.requests.get(op.request) or self._preempted[op.request]
-        request.tokens += op.token_ids
+        self.model.appended(request, op.token_ids)
 
     def _allocate(self, op: Op) -> bool:
         request = self.model.requests[op.request]
@@ -120,14 +121,14 @@ class Play:
         ok = bool(self.manager.allocate(op.request, num_tokens))
         table = self.table(op.request)
         self._outcome = f"blocks {list(table)}" if ok else "refused"
-        self.model.allocated(op.request, request.num_computed + num_tokens, ok, table, self._copies())
+        self.model.allocated(op.request, num_tokens, ok, table, self._copies())
         return ok
 
     def _computed(self, op: Op) -> None:
         num_tokens = self._num_computable(op)
         self.manager.computed(op.request, num_tokens)
-        self._outcome = f"{self.model.requests[op.request].num_computed + num_tokens} computed"
         self.model.computed(op.request, num_tokens)
+        self._outcome = f"{self.model.requests[op.request].num_computed} computed"
 
     def _finish(self, op: Op) -> None:
         self.manager.finish(op.request)
@@ -153,7 +154,7 @@ class Play:
             return self._match_by_request(op.prompt)
         num_cached = self.manager.match(op.prompt)
         self._outcome = f"{num_cached} cached"
-        self.model.looked_up(op.prompt, op.prompt.token_ids, num_cached)
+        self.model.looked_up(self.model.request(op.prompt), num_cached)
         return num_cached
 
     def _match_by_request(self, prompt: Prompt) -> int | None:
@@ -212,11 +213,10 @@ class Play:
 
     @staticmethod
     def _num_wanted(op: Op, request: LiveRequest) -> int:
-        return len(request.tokens) - request.num_computed if op.num_tokens is None else op.num_tokens
+        return request.num_tokens - request.num_computed if op.num_tokens is None else op.num_tokens
 
     def _num_computable(self, op: Op) -> int:
-        request = self.model.requests[op.request]
-        most = min(len(request.tokens), len(request.table) * self.block_size) - request.num_computed
+        most = self.model.num_computable(op.request)
         return most if op.num_tokens is None else min(op.num_tokens, most)
 
     # -- books -----------------------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ class Play:
 
     def _check_books(self, *, was_refused: bool) -> None:
         try:
-            self.model.tables({name: self.table(name) for name in self.model.requests})
-            self.model.count(self.manager.num_free_blocks())
+            self.model.has_tables({name: self.table(name) for name in self.model.requests})
+            self.model.has_free(self.manager.num_free_blocks())
             if self.profile.counting is not None and self.manager.offers("counters"):
                 found = self.manager.counters()
                 if found != self._counters:
@@ -252,7 +252,7 @@ class Play:
                 self._counters = self.manager.counters()  # what a refused lookup found is not told
         elif request.prompt.reads_cache or self.profile.unread == "counted":
             queries, hits = self._counters
-            self._counters = Counters(queries + len(request.tokens), hits + num_cached)
+            self._counters = Counters(queries + request.num_tokens, hits + num_cached)
 
     def _check_expected(self, op: Op, answer: int | None) -> None:
         is_plain = self.profile.granularity == "block" or self.block_size == 1

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from anaphora.conformance.adapter import MakeManager
-    from anaphora.conformance.model import Violation
     from anaphora.conformance.play import Step
     from anaphora.conformance.profile import Profile
+    from anaphora.conformance.violation import Violation
 
 Status = Literal["passed", "failed", "choice", "not applicable"]
 

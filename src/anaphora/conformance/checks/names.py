@@ -9,9 +9,10 @@ from anaphora.conformance.adapter import Prompt
 from anaphora.conformance.checks.check import Check, Result, ids
 from anaphora.conformance.checks.identity import lora
 from anaphora.conformance.checks.vectors import NAMES, PROMPTS
-from anaphora.conformance.model import Model, Prefix, Violation
+from anaphora.conformance.pages import Pages, Prefix
 from anaphora.conformance.play import Play
 from anaphora.conformance.script import Op, begin, computed, finish
+from anaphora.conformance.violation import Violation
 from anaphora.identity import MediaSpan, Namespace
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ class DistinctNamesCheck(Check):
         if not make(1, block_size).offers("block_names"):
             return self.result("not applicable", "not offered: block_names")
         names = NamesOfPrompts(make, profile, block_size)
-        model = Model(profile, 1, block_size)
+        pages = Pages(profile, 1, block_size)
         known: dict[Prefix, bytes] = {}
         owners: dict[bytes, Prefix] = {}
         try:
             for prompt in _prompts(block_size) * 2:
                 for position, name in enumerate(names.of(prompt)):
-                    prefix = model.prefix(prompt, prompt.token_ids, (position + 1) * block_size)
+                    prefix = pages.prefix(prompt, prompt.token_ids).cut((position + 1) * block_size)
                     if known.setdefault(prefix, name) != name:
                         raise Violation("names", f"the block of {prefix} has two names")
                     if owners.setdefault(name, prefix) != prefix:
