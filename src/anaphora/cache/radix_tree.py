@@ -94,10 +94,13 @@ class RadixTree:
         self.lanes: dict[Namespace, Root] = {}
         self.order = make_order(policy)
         """Unpinned nodes of the lanes without a quota."""
-        self.num_evictable_blocks = 0
-        """In all orders."""
         self._policy = policy
         self._quotas: dict[Namespace, LruOrder] = {}
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Blocks of unpinned nodes."""
+        return sum(order.num_blocks for order in self.orders()) if self._quotas else self.order.num_blocks
 
     def match(
         self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
@@ -177,7 +180,6 @@ class RadixTree:
         while node.ref == 1 and node.parent is not None:
             if node in node.order.idle:  # a node that was made just now is not
                 node.order.remove(node)
-                self.num_evictable_blocks -= len(node.blocks)
             node = node.parent
             node.ref += 1
 
@@ -186,11 +188,10 @@ class RadixTree:
         node.ref -= 1
         while not node.ref and node.parent is not None:
             node.order.add(node)
-            self.num_evictable_blocks += len(node.blocks)
             node = node.parent
             node.ref -= 1
-        if isinstance(node, Root):
-            self._drop_if_empty(node)
+        if not node.ref and isinstance(node, Root):
+            self._drop_if_unused(node)
 
     # -- shape -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +220,6 @@ class RadixTree:
             upper.ref = 1
         else:
             node.order.num_blocks -= num_blocks
-            self.num_evictable_blocks -= num_blocks
         node.order.split(upper, node)
         return upper
 
@@ -244,7 +244,6 @@ class RadixTree:
 
     def evict_from(self, order: LruOrder, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
         """The same, from one order."""
-        self.num_evictable_blocks -= num_blocks
         while num_blocks:
             node = order.first()
             rest = len(node.blocks) - num_blocks
@@ -257,13 +256,7 @@ class RadixTree:
             num_blocks -= len(node.blocks)
             order.remove(node)
             node.key = b""  # whoever remembers the node needs no more than its label
-            parent = node.parent
-            assert parent is not None
-            del parent.kids[node.label]
-            if isinstance(parent, Root):
-                self._drop_if_empty(parent)
-            elif not parent.kids:
-                order.became_leaf(parent)
+            self._cut(node)
 
     def _trim(self, node: Node, num_blocks: int) -> None:
         node.key = _shortened(node.key, num_blocks * self.width)
@@ -287,12 +280,9 @@ class RadixTree:
                     self.cut_off(kid, 0, on_evict)
                 on_evict(node, num_blocks)
                 node.order.num_blocks -= len(node.blocks) - num_blocks
-                self.num_evictable_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
                 node.order.became_leaf(node)
                 return {}
-        parent = node.parent
-        assert parent is not None
         pinned: dict[Node, None] = {}
         stack = [node]
         while stack:
@@ -303,12 +293,7 @@ class RadixTree:
             else:
                 on_evict(lower, 0)
                 lower.order.remove(lower)
-                self.num_evictable_blocks -= len(lower.blocks)
-        del parent.kids[node.label]
-        if isinstance(parent, Root):
-            self._drop_if_empty(parent)
-        elif not parent.kids:
-            parent.order.became_leaf(parent)
+        self._cut(node)
         return pinned
 
     def clear(self) -> None:
@@ -316,9 +301,19 @@ class RadixTree:
         self.lanes.clear()
         self.order = make_order(self._policy)
         self._quotas = {name: make_order(self._policy, order.quota) for name, order in self._quotas.items()}
-        self.num_evictable_blocks = 0
 
-    def _drop_if_empty(self, root: Root) -> None:
+    def _cut(self, node: Node) -> None:
+        """Take a node away from its parent, which may become a leaf, or an empty lane, by that."""
+        parent = node.parent
+        assert parent is not None
+        del parent.kids[node.label]
+        if not parent.kids:
+            if isinstance(parent, Root):
+                self._drop_if_unused(parent)
+            else:
+                parent.order.became_leaf(parent)
+
+    def _drop_if_unused(self, root: Root) -> None:
         if not root.kids and not root.ref:
             del self.lanes[root.namespace]
 
