@@ -17,7 +17,8 @@ import numpy as np
 from anaphora.engine.executor import LayerGroup, Output
 from anaphora.engine.invariant_math import InvariantProduct, rms_norm, silu
 from anaphora.engine.kv_pages import KVPages
-from anaphora.engine.tiled_attention import KEY_TILE, KeyTile, attend, plan_tiles
+from anaphora.engine.tiled_attention import KEY_TILE, QUERY_BLOCK, KeyTile, attend, plan_tiles
+from anaphora.engine.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,31 +40,39 @@ HEAD_COLUMNS = 8192
 
 HEAD_ROW_COUNTS = (8, 16, 32, 64)
 
+MIN_COLUMNS = 64
+"""Weights are cut at multiples of this many columns, so that no part is too narrow for the kernels."""
+
 
 class ReferenceExecutor:
     """Implements `anaphora.engine.executor.Executor` for every architecture that `anaphora.model` loads.
 
     It copies the layers' weights into the arrangement of its products, so the caller may drop `weights`; embedding and
     output are used in place. Construction takes time proportional to the weights (0.3 s for 135 M) and settles the row
-    counts of the products (see `InvariantProduct`) for the present number of BLAS threads, which must not change later.
+    counts of the products (see `InvariantProduct`). Weights are cut by columns into a part for each thread; so the bits
+    depend on the number of threads, by default one for each CPU.
     """
 
-    def __init__(self, shape: ModelShape, weights: Weights) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, num_threads: int | None = None) -> None:
         self._shape = shape
+        self._workers = Workers(num_threads)
         self._embedding = weights.embedding
-        self._layers = [_Layer.arrange(layer) for layer in weights.layers]
+        self._layers = [_Layer.arrange(layer, self._workers.num_threads) for layer in weights.layers]
         self._final_norm = weights.final_norm
         output = np.require(weights.output, np.float32, ["C", "A"])
-        self._head = [output[row : row + HEAD_COLUMNS].T for row in range(0, shape.vocab_size, HEAD_COLUMNS)]
+        self._head = tuple(output[row : row + HEAD_COLUMNS].T for row in range(0, shape.vocab_size, HEAD_COLUMNS))
         angles = np.arange(shape.max_context)[:, None, None] * shape.inverse_frequencies()
         self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self._pages: KVPages | None = None
 
         first = self._layers[0]
-        self._layer_product = InvariantProduct([first.qkv, first.o, first.gate_up, first.down])
-        self._head_product = InvariantProduct([self._head[0], self._head[-1]], HEAD_ROW_COUNTS)
         tile = np.random.default_rng(0).standard_normal((shape.head_dim, KEY_TILE), np.float32)
-        self._attention_product = InvariantProduct([tile, np.ascontiguousarray(tile.T)], ATTENTION_ROW_COUNTS)
+        with self._workers.alone():
+            self._layer_product = InvariantProduct(
+                [parts[i] for parts in (first.qkv, first.o, first.gate_up, first.down) for i in (0, -1)]
+            )
+            self._head_product = InvariantProduct([self._head[0], self._head[-1]], HEAD_ROW_COUNTS)
+            self._attention_product = InvariantProduct([tile, np.ascontiguousarray(tile.T)], ATTENTION_ROW_COUNTS)
         self._numerics_id = self._describe_numerics()
 
     @property
@@ -75,7 +84,7 @@ class ReferenceExecutor:
     def numerics_id(self) -> str:
         """dtype, row counts of the layers', the head's and the attention's products, key tile, BLAS, and a digest.
 
-        The digest is of bits that this BLAS gives on this CPU and number of threads for this model's weights.
+        The digest is of bits that this BLAS gives on this CPU for this model's weights, cut for this number of threads.
         """
         return self._numerics_id
 
@@ -136,13 +145,14 @@ class ReferenceExecutor:
         for span in batch.spans:
             sequences.append(_Sequence.of(span, num_rows, pages.block_size, self._shape.sliding_window))
             num_rows += len(span.tokens)
+        tokens = np.concatenate([span.tokens for span in batch.spans])
         # silu overflows on the way to 0; sums of numbers that a broken model made too large may do so anywhere.
-        with np.errstate(over="ignore", invalid="ignore"):
-            hidden = self._forward(np.concatenate([span.tokens for span in batch.spans]), sequences, pages)
+        with np.errstate(over="ignore", invalid="ignore"), self._workers.alone():
+            hidden = self._forward(tokens, sequences, pages)
             return Output(self._logits(hidden, batch.spans, sequences))
 
     def _forward(self, tokens: NDArray[np.int32], sequences: list[_Sequence], pages: KVPages) -> Array:
-        shape, product = self._shape, self._layer_product
+        shape = self._shape
         num_rows = len(tokens)
         first_key, first_value = shape.num_heads, shape.num_heads + shape.num_kv_heads
         slots = np.concatenate([sequence.slots for sequence in sequences])
@@ -151,7 +161,7 @@ class ReferenceExecutor:
         scale = np.float32(shape.head_dim**-0.5)
         hidden = self._embedding[tokens]
         for number, layer in enumerate(self._layers):
-            qkv = product(rms_norm(hidden, layer.attention_norm, shape.rms_norm_eps), layer.qkv)
+            qkv = self._multiply(rms_norm(hidden, layer.attention_norm, shape.rms_norm_eps), layer.qkv)
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
             heads = qkv.reshape(num_rows, -1, shape.head_dim)
@@ -162,18 +172,28 @@ class ReferenceExecutor:
             queries = _rotate(queries, cosines, sines)
             queries *= scale
             pages.write(number, slots, _rotate(keys, cosines, sines), values)
-            attended = np.empty_like(queries)
-            for sequence in sequences:
-                attended[sequence.rows] = attend(
-                    queries[sequence.rows], pages, number, sequence.tiles, self._attention_product
-                )
-            hidden += product(attended.reshape(num_rows, -1), layer.o)
+            attended = self._attend(queries, number, sequences, pages)
+            hidden += self._multiply(attended.reshape(num_rows, -1), layer.o)
 
-            gate_up = product(rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps), layer.gate_up)
+            gate_up = self._multiply(rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps), layer.gate_up)
             activated = silu(gate_up[:, : shape.intermediate_size])
             activated *= gate_up[:, shape.intermediate_size :]
-            hidden += product(activated, layer.down)
+            hidden += self._multiply(activated, layer.down)
         return hidden
+
+    def _multiply(self, rows: Array, parts: tuple[Array, ...]) -> Array:
+        """Return rows @ weight for a weight that is cut by columns."""
+        return np.concatenate(self._workers.map(lambda part: self._layer_product(rows, part), parts), axis=1)
+
+    def _attend(self, queries: Array, layer: int, sequences: list[_Sequence], pages: KVPages) -> Array:
+        """Attend piece by piece: which queries are computed together does not show in the bits."""
+        attended = np.empty_like(queries)
+
+        def attend_piece(piece: _Piece) -> None:
+            attended[piece.rows] = attend(queries[piece.rows], pages, layer, piece.tiles, self._attention_product)
+
+        self._workers.map(attend_piece, [piece for sequence in sequences for piece in sequence.pieces])
+        return attended
 
     def _logits(self, hidden: Array, spans: list[Span], sequences: list[_Sequence]) -> list[Array | None]:
         wanted = [
@@ -181,7 +201,8 @@ class ReferenceExecutor:
             for span, sequence in zip(spans, sequences, strict=True)
         ]
         rows = rms_norm(np.concatenate(wanted), self._final_norm, self._shape.rms_norm_eps)
-        logits = np.concatenate([self._head_product(rows, columns) for columns in self._head], axis=1)
+        parts = self._workers.map(lambda columns: self._head_product(rows, columns), self._head)
+        logits = np.concatenate(parts, axis=1)
         ends = np.cumsum([span.num_logits for span in spans])
         return [
             logits[end - span.num_logits : end] if span.num_logits else None
@@ -237,46 +258,58 @@ class ReferenceExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights as its products take them: [inputs, outputs], what reads the same rows fused."""
+    """One layer's weights as its products take them: what reads the same rows fused, [inputs, outputs], cut by columns
+    into parts."""
 
     attention_norm: Array
-    qkv: Array
+    qkv: tuple[Array, ...]
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
-    o: Array
+    o: tuple[Array, ...]
     mlp_norm: Array
-    gate_up: Array
-    down: Array
+    gate_up: tuple[Array, ...]
+    down: tuple[Array, ...]
 
     @classmethod
-    def arrange(cls, layer: LayerWeights) -> _Layer:
+    def arrange(cls, layer: LayerWeights, num_parts: int) -> _Layer:
         biases = [bias for bias in (layer.q_bias, layer.k_bias, layer.v_bias) if bias is not None]
         return cls(
             attention_norm=layer.attention_norm,
-            qkv=_transposed(layer.q, layer.k, layer.v),
+            qkv=_in_parts(num_parts, layer.q, layer.k, layer.v),
             qkv_bias=np.concatenate(biases) if biases else None,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            o=_transposed(layer.o),
+            o=_in_parts(num_parts, layer.o),
             mlp_norm=layer.mlp_norm,
-            gate_up=_transposed(layer.gate, layer.up),
-            down=_transposed(layer.down),
+            gate_up=_in_parts(num_parts, layer.gate, layer.up),
+            down=_in_parts(num_parts, layer.down),
         )
 
 
-def _transposed(*matrices: Array) -> Array:
-    return np.ascontiguousarray(np.concatenate(matrices).T)
+def _in_parts(num_parts: int, *matrices: Array) -> tuple[Array, ...]:
+    """Return the matrices [outputs, inputs] on top of each other, transposed, in parts of whole MIN_COLUMNS columns."""
+    fused = np.concatenate(matrices)
+    width = -(-len(fused) // (num_parts * MIN_COLUMNS)) * MIN_COLUMNS
+    return tuple(np.ascontiguousarray(fused[row : row + width].T) for row in range(0, len(fused), width))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some of a span's tokens: their rows of the batch, and the key tiles that they meet."""
+
+    rows: slice
+    tiles: list[KeyTile]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A span as the layers see it: its rows of the batch, their positions and slots, the key tiles that they meet."""
+    """A span as the layers see it: its rows of the batch, their positions and slots, and its pieces for attention."""
 
     rows: slice
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
-    tiles: list[KeyTile]
+    pieces: list[_Piece]
 
     @classmethod
     def of(cls, span: Span, first_row: int, block_size: int, window: int | None) -> _Sequence:
@@ -284,11 +317,18 @@ class _Sequence:
         end = span.start + num_tokens
         table = np.array(span.block_tables[0][: -(-end // block_size)], np.int64)
         positions = np.arange(span.start, end)
+        pieces = []
+        for first in range(0, num_tokens, QUERY_BLOCK):
+            length = min(QUERY_BLOCK, num_tokens - first)
+            start = span.start + first
+            blocks = table[: -(-(start + length) // block_size)]
+            tiles = plan_tiles(start, length, blocks, block_size, window)
+            pieces.append(_Piece(slice(first_row + first, first_row + first + length), tiles))
         return cls(
             rows=slice(first_row, first_row + num_tokens),
             positions=positions,
             slots=table[positions // block_size] * block_size + positions % block_size,
-            tiles=plan_tiles(span.start, num_tokens, table, block_size, window),
+            pieces=pieces,
         )
 
 
