@@ -64,8 +64,8 @@ class RadixIndex:
         """Holders whose table differs from the tree somewhere on the path to their tail."""
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
-        self._ghosts: deque[tuple[int, Label, Node]] = deque(maxlen=NUM_GHOSTS)
-        """Evicted runs of blocks: the depth and label of the first block, and the node that it came after."""
+        self._ghosts: deque[Node] = deque(maxlen=NUM_GHOSTS)
+        """Evicted nodes, the latest last. What was trimmed off a node's end, the node itself remembers."""
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -126,13 +126,17 @@ class RadixIndex:
     def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
         """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
         label = self._label(sequence, hit.num_blocks)
+        if hit.where is not None:
+            node, num_matched = hit.where
+            if num_matched == len(node.blocks) and node.lost == label:
+                return True
         return any(
-            depth == hit.num_blocks and ghost == label and self._is_above(node, sequence)
-            for depth, ghost, node in self._ghosts
+            ghost.depth == hit.num_blocks and ghost.label == label and self._is_above(ghost.parent, sequence)
+            for ghost in self._ghosts
         )
 
-    def _is_above(self, node: Node, sequence: Sequence) -> bool:
-        while node.parent is not None:
+    def _is_above(self, node: Node | None, sequence: Sequence) -> bool:
+        while node is not None and node.parent is not None:
             if node.label != self._label(sequence, node.depth):
                 return False
             node = node.parent
@@ -241,11 +245,8 @@ class RadixIndex:
 
     def _on_evict(self, node: Node, first: int) -> None:
         self._blank.extend(node.blocks[first:] if first else node.blocks)
-        if first:
-            start = first * self._tree.width
-            self._ghosts.append((node.depth + first, bytes(node.key[start : start + self._tree.width]), node))
-        elif node.parent is not None:
-            self._ghosts.append((node.depth, node.label, node.parent))
+        if not first:
+            self._ghosts.append(node)
         if self._events is not None:
             self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
 

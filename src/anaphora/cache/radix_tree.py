@@ -44,10 +44,11 @@ class Node:
         holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
     depth: blocks before its first one.
     order: where it stands when nobody holds it. note: what a scored order remembers of it.
+    lost: the tokens of the block that came after its last one until it was trimmed.
     digests: names of its first blocks, as many as have been asked for.
     """
 
-    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "note", "order", "parent", "ref")
+    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "lost", "note", "order", "parent", "ref")
 
     def __init__(self, parent: Node | None, order: LruOrder, label: Label, key: Key, blocks: array[int]) -> None:
         self.parent = parent
@@ -60,6 +61,7 @@ class Node:
         self.depth: int = parent.depth + len(parent.blocks) if parent else 0
         self.digests: list[bytes] | None = None
         self.note: Note | None = None
+        self.lost: bytes | None = None
 
     def path(self) -> list[Node]:
         """Nodes from below the root to this one."""
@@ -255,11 +257,15 @@ class RadixTree:
             on_evict(node, 0)
             num_blocks -= len(node.blocks)
             order.remove(node)
-            node.key = b""  # whoever remembers the node needs no more than its label
+            # Whoever remembers the node needs no more than its label.
+            node.key = b""
+            del node.blocks[:]
             self._cut(node)
 
     def _trim(self, node: Node, num_blocks: int) -> None:
-        node.key = _shortened(node.key, num_blocks * self.width)
+        size = num_blocks * self.width
+        node.lost = bytes(node.key[size : size + self.width])
+        node.key = _shortened(node.key, size)
         del node.blocks[num_blocks:]
         if node.digests:
             del node.digests[num_blocks:]
