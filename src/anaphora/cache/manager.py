@@ -188,8 +188,10 @@ class KVCacheManager:
         missing = max(0, num_blocks - len(sequence.block_table)) * self._windows.num_groups
         copies = num_tokens and sequence in self._forked and self._shared_tails(sequence)
         num_new = missing + len(copies or ())
-        if num_new and not self._has_room(num_new - index.num_leaving(sequence)):
-            return False
+        if num_new:
+            num_new -= index.num_leaving(sequence)
+            if num_new > index.num_available and not self._retained.give_way(num_new):
+                return False
         if self._windows.window_groups:
             index.slide(sequence)
         if copies:
@@ -202,14 +204,14 @@ class KVCacheManager:
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
         index = self._index
-        if self._retained:
-            self._retained.expire()
+        self._retained.expire()
         hit = self._find(sequence)
         part_of, num_part_tokens = self._find_part(sequence, hit)
         missing = -(-(num_part_tokens + num_tokens) // self.block_size) * self._windows.num_groups
-        if not self._has_room(missing, hit):
-            return False
-        hit = self._find(sequence)
+        if missing > index.num_available - hit.num_unpinned:
+            if not self._retained.give_way(missing, hit):
+                return False
+            hit = self._find(sequence)
         index.pin(sequence, hit)
         if missing:
             self._extend(sequence, missing)
@@ -444,12 +446,6 @@ class KVCacheManager:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _has_room(self, num_blocks: int, hit: Hit = NO_HIT) -> bool:
-        """Whether so many blocks can be handed out besides the hit's own; what is retained gives way if need be."""
-        if num_blocks <= self._index.num_available - hit.num_unpinned:
-            return True
-        return bool(self._retained) and self._retained.give_way(num_blocks, hit)
-
     def _find(self, sequence: Sequence) -> Hit:
         index = self._index
         if sequence.hit_version != index.version:
@@ -477,13 +473,9 @@ class KVCacheManager:
         blocks = self._index.take(num_blocks)
         tables = sequence.block_tables
         share = num_blocks // len(tables)
-        for group, table in enumerate(tables):
-            part = blocks if len(tables) == 1 else blocks[group * share : (group + 1) * share]
-            try:
-                table.extend(part)
-            except BufferError:  # someone still looks at the old buffer; leave it to them
-                tables[group] = table + part
-        sequence.block_table = tables[0]
+        for group in range(1, len(tables)):
+            tables[group] = _extended(tables[group], blocks[group * share : (group + 1) * share])
+        sequence.block_table = tables[0] = _extended(tables[0], blocks if len(tables) == 1 else blocks[:share])
 
     def _shared_tails(self, sequence: Sequence) -> list[int]:
         """The groups whose block for the next token is not empty, not full, and somebody else's too."""
@@ -515,3 +507,11 @@ class KVCacheManager:
         if sequence.state == "running":
             self._give_back(sequence)
         sequence.state = "finished"
+
+
+def _extended(table: array[int], blocks: array[int]) -> array[int]:
+    try:
+        table.extend(blocks)
+    except BufferError:  # someone still looks at the old buffer; leave it to them
+        return table + blocks
+    return table

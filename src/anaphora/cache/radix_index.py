@@ -92,28 +92,27 @@ class RadixIndex:
                 node = node.parent
                 refs[node] = refs.get(node, node.ref) - 1
         if hit.where is not None:
-            last, num_matched = hit.where
-            for node in last.path():
+            for node in hit.where.path():
                 if not refs.get(node, node.ref):
-                    room -= num_matched if node is last else len(node.blocks)
+                    room -= min(len(node.blocks), hit.num_blocks - node.depth)
         return room
 
     # -- finding and holding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
-        """Walk down from the lane's root. `where` is the last node reached and how many of its blocks match."""
+        """Walk down from the lane's root. `where` is the last node reached, None where nothing is found."""
         found = self._tree.match(sequence.tokens, sequence.namespace, max_blocks, sequence.segments)
         if found is None:
             return NO_HIT
-        node, num_matched, num_blocks, num_unpinned = found
-        return Hit(num_blocks, num_unpinned, (node, num_matched), num_blocks)
+        node, num_blocks, num_unpinned = found
+        return Hit(num_blocks, num_unpinned, node, num_blocks)
 
     def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
         """The next block of the last node, or the first ones of its children."""
-        node: Node | None
-        node, num_matched = hit.where or (self._tree.lanes.get(sequence.namespace), 0)
+        node: Node | None = hit.where or self._tree.lanes.get(sequence.namespace)
         if node is None or not isinstance(self._label(sequence, hit.num_blocks), bytes):
             return
+        num_matched = hit.num_blocks - node.depth
         if num_matched < len(node.blocks):
             if isinstance(node.label, bytes):
                 width = self._tree.width
@@ -126,10 +125,9 @@ class RadixIndex:
     def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
         """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
         label = self._label(sequence, hit.num_blocks)
-        if hit.where is not None:
-            node, num_matched = hit.where
-            if num_matched == len(node.blocks) and node.lost == label:
-                return True
+        last: Node | None = hit.where
+        if last is not None and hit.num_blocks == last.depth + len(last.blocks) and last.lost == label:
+            return True
         return any(
             ghost.depth == hit.num_blocks and ghost.label == label and self._is_above(ghost.parent, sequence)
             for ghost in self._ghosts
@@ -157,12 +155,13 @@ class RadixIndex:
         self.version += 1
         self.holders[sequence] = None
         sequence.num_indexed_blocks = hit.num_blocks
-        if hit.where is None:
+        node: Node | None = hit.where
+        if node is None:
             root = self._tree.lane(sequence.namespace)
             root.ref += 1
             sequence.index_state = root
             return
-        node, num_matched = hit.where
+        num_matched = hit.num_blocks - node.depth
         if num_matched < len(node.blocks):
             node = self._tree.split(node, num_matched)
         self._tree.lock(node)
@@ -192,7 +191,8 @@ class RadixIndex:
         """Unlock the path, leaf first; blocks that are the sequence's own become blank."""
         self.version += 1
         del self.holders[sequence]
-        self._give_back(sequence.block_table[sequence.num_indexed_blocks :])
+        if len(sequence.block_table) > sequence.num_indexed_blocks:
+            self._give_back(sequence.block_table[sequence.num_indexed_blocks :])
         if sequence in self._duplicating:
             self._duplicating.remove(sequence)
             for _, first, last in self._duplicated(sequence):
@@ -288,7 +288,8 @@ class RadixIndex:
             if tail.order.keeps_notes:
                 tail.order.made(tail, sequence.priority)
             if names is not None:
-                tail.digests = [*(tail.digests or ()), *names]
+                tail.digests = tail.digests or []
+                tail.digests += names
 
     def _line_up(self, sequence: Sequence, node: Node, end: int) -> None:
         """Move the sequence's tail along a node whose content it has computed again."""

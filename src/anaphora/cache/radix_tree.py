@@ -106,11 +106,11 @@ class RadixTree:
 
     def match(
         self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
-    ) -> tuple[Node, int, int, int] | None:
+    ) -> tuple[Node, int, int] | None:
         """Find the longest known prefix, at most `max_blocks` long. Changes nothing.
 
-        Returns the last node reached, how many of its blocks match, how many blocks match in all, and how many of
-        those are unpinned; None where nothing matches.
+        Returns the last node reached, how many blocks match in all, and how many of those are unpinned; None where
+        nothing matches.
         """
         node: Node | None = self.lanes.get(namespace)
         if node is None:
@@ -118,7 +118,6 @@ class RadixTree:
         width = self.width
         position, end = 0, max_blocks * width
         stop = end
-        num_matched = 0  # of the last node's blocks
         num_unpinned = 0
         while position < end:
             first_block = bytes(tokens[position : position + width])
@@ -133,15 +132,15 @@ class RadixTree:
                 break
             node = kid
             key = node.key
-            num_matched = len(node.blocks)
-            if position + len(key) > stop or not tokens.startswith(key, position):
-                num_matched = count_equal_blocks(tokens, position, key, min(stop - position, len(key)), width)
+            size = len(key)
+            if position + size > stop or not tokens.startswith(key, position):
+                size = width * count_equal_blocks(tokens, position, key, min(stop - position, size), width)
             if not node.ref:
-                num_unpinned += num_matched
-            position += num_matched * width
-            if num_matched < len(node.blocks):
+                num_unpinned += size // width
+            position += size
+            if size < len(key):
                 break
-        return (node, num_matched, position // width, num_unpinned) if position else None
+        return (node, position // width, num_unpinned) if position else None
 
     def lane(self, namespace: Namespace) -> Root:
         """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from anaphora.cache.index import NO_HIT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -162,10 +164,10 @@ class RetentionBook:
         times = [r.expires_at for r in self._active if r.expires_at is not None]
         self._next_expiry = min(times, default=float("inf"))
 
-    def give_way(self, num_blocks: int, hit: Hit) -> bool:
+    def give_way(self, num_blocks: int, hit: Hit = NO_HIT) -> bool:
         """Let go as many prefixes as it takes to have room for `num_blocks` besides the hit's own. False, with nothing
         changed, if letting go all of them would not suffice."""
-        if num_blocks > self._index.room(hit, self.holders):
+        if not self._active or num_blocks > self._index.room(hit, self.holders):
             return False
         for retention in sorted(self._active, key=lambda r: (r.priority, r._renewed)):
             if num_blocks <= self._index.room(hit, []):
