@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.residency import Residency
     from anaphora.cache.segments import BlockContent
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
@@ -85,6 +86,7 @@ class HashIndex:
         events: list[Event] | None,
         windows: Windows,
         policy: EvictionPolicy,
+        residency: Residency | None = None,
     ) -> None:
         if not isinstance(policy, Lru):
             raise ValueError("eviction: index='hash' evicts as vLLM does, 'lru'; others need index='radix'")
@@ -94,6 +96,7 @@ class HashIndex:
         self._digests = digests
         self._events = events
         self._windows = windows
+        self._residency = residency
         self._free = FreeQueue(num_blocks)
         self._num_holders = [0] * (num_blocks + 1)
         self._prefixes: list[_Prefix | None] = [None] * (num_blocks + 1)
@@ -194,6 +197,8 @@ class HashIndex:
                 if not self._num_holders[block]:
                     self._free.remove(block)
                     self._num_named_free -= 1
+                    if self._residency is not None:
+                        self._residency.held(block, 1)
                 self._num_holders[block] += 1
         sequence.num_indexed_blocks = hit.num_blocks
         self._stand(sequence, path[-1] if path else self._root(sequence.namespace))
@@ -222,6 +227,9 @@ class HashIndex:
                 (named if self._prefixes[block] else blank).append(block)
         self._free.prepend(blank)
         self._free.append(named)
+        if self._residency is not None:
+            for block in named:
+                self._residency.let_go(block)
         self._num_named_free += len(named)
 
     def count_use(self, sequence: Sequence) -> None:
@@ -255,6 +263,8 @@ class HashIndex:
             prefix = self._prefixes[block]
             if prefix:
                 self._ghosts.append(prefix.digest)
+                if self._residency is not None:
+                    self._residency.evicted(block, 1)
                 self._unname(block)
                 self._num_named_free -= 1
                 self.num_evicted_blocks += 1
@@ -307,6 +317,8 @@ class HashIndex:
             prefix.blocks[group].append(block)
             self._prefixes[block] = prefix
             self._group[block] = group
+            if self._residency is not None:
+                self._residency.stored(block)
         if self._events is not None:
             for run in _consecutive(named):
                 self._events.append(self._stored_event(sequence, group, run))
@@ -397,6 +409,8 @@ class HashIndex:
         self.version += 1
         for block in range(1, self._num_blocks + 1) if blocks is None else sorted(blocks):
             if self._prefixes[block]:
+                if self._residency is not None:
+                    self._residency.forgotten(block)
                 self._unname(block)
                 self._num_named_free -= not self._num_holders[block]
 
@@ -411,6 +425,8 @@ class HashIndex:
         self.version += 1
         self._roots.clear()
         self._ghosts.clear()
+        if self._residency is not None:
+            self._residency.clear()
         self._prefixes = [None] * (self._num_blocks + 1)
         self._num_named_free = 0
         if self._events is not None:
