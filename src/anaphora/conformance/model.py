@@ -126,8 +126,9 @@ class Model:
         request = self.requests[name]
         end = request.num_computed + num_tokens
         self.pages.write(request.wanted, request.table, request.num_computed, end)
-        if self.profile.shareable == "at_commit":
-            self._publish(request, end)
+        if self.profile.shareable != "at_finish":
+            # What was promised can be found already; known tokens in slots of drafts are named now or a step later.
+            self._publish(request, end, is_sure=self.profile.shareable == "at_commit")
         request.num_computed = end
         self.verify()
 
@@ -169,10 +170,12 @@ class Model:
         num_full = request.num_computed // self.block_size
         if self.profile.shareable == "at_finish":
             self._publish(request, request.num_computed, is_sure=not comes_back)
-        for position, block in enumerate(request.table[num_full:], num_full):
-            self.pages.blank(block)  # a tail that is no full block, or what was promised and never written
+        num_written = num_full + (self.profile.granularity == "token" and request.num_computed % self.block_size > 0)
+        for position, block in enumerate(request.table[num_written:], num_written):
+            self.pages.blank(block)  # a tail that is of no use, or what was promised and never written
             self._given_up.add(request.wanted.cut((position + 1) * self.block_size))
         request.table, request.num_computed, request.num_slots = (), 0, 0
+        request.publishes = request.must_be_found = True  # it will start anew
         self.verify()
         return request
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from anaphora.cache import KVCacheManager
 from anaphora.conformance.adapter import Counters, ManagerAdapter, Prompt
-from anaphora.identity import VllmDigests
+from anaphora.identity import VllmAlgorithm, VllmDigests
 from anaphora.identity.extras import Extras
 from anaphora.tokens import TokenIds
 
@@ -33,10 +33,10 @@ class ForgeableDigests(VllmDigests):
 class OwnManager(ManagerAdapter):
     """`KVCacheManager`, with either index."""
 
-    digest_algorithm = "sha256_cbor"
+    digest_algorithm: VllmAlgorithm = "sha256_cbor"
 
     def __init__(self, num_blocks: int, block_size: int, index: IndexKind) -> None:
-        self._digests = ForgeableDigests(self.digest_algorithm, seed="0")
+        self._digests = ForgeableDigests(self.digest_algorithm, seed="0", allow_unsafe=True)
         self._manager = KVCacheManager(num_blocks, block_size, index=index, digests=self._digests)
         self._sequences: dict[str, Sequence] = {}
 

@@ -105,7 +105,8 @@ class Pages:
         for position in range(num_blocks):
             prefix = wanted.cut((position + 1) * self.block_size)
             if self.holds.get(table[position]) == prefix:
-                self.known.setdefault(prefix, {}).setdefault(table[position], must_be_found)
+                pages = self.known.setdefault(prefix, {})
+                pages[table[position]] = must_be_found or pages.get(table[position], False)
 
     def blank(self, block: int) -> None:
         """What a page holds is of no use any more."""
@@ -120,23 +121,21 @@ class Pages:
 
         Raises Violation if cached blocks go while blank ones are left, or a prefix before what extends it.
         """
-        keeps_copies = self.profile.duplicates == "kept"
-        idle = [prefix for prefix, pages in self.known.items() if not pages.keys() & held]
-        pages_of_known = {page for pages in self.known.values() for page in pages}
-        num_idle = len(pages_of_known - held) if keeps_copies else len(idle)
-        num_blank = self.num_blocks - len(held) - num_idle
+        cached = {page for pages in self.known.values() for page in pages}
+        # Where copies are not kept some of these are blank too; which, and since when, only the manager knows.
+        num_blank = self.num_blocks - len(held | cached)
         num_needed = max(0, len(new) - num_blank)
         if num_needed and self.profile.eviction == "may_take_more":
-            for prefix in idle:
-                self.known[prefix] = dict.fromkeys(self.known[prefix], False)
+            for pages in self.known.values():
+                if not pages.keys() & held:
+                    pages.update(dict.fromkeys(pages, False))
         must_stay = {prefix for prefix, pages in self.known.items() if any(pages.values())}
-        num_lost_pages = len(pages_of_known & set(new))
         for block in new:
             self.blank(block)
         if self.was_evicted_on_purpose:
             return  # what was made unfindable may still stand in line for eviction, before what is blank
         lost = must_stay - self.known.keys()
-        num_lost = num_lost_pages if keeps_copies else len(lost)
+        num_lost = len(cached & set(new)) if self.profile.duplicates == "kept" else len(lost)
         if num_lost > num_needed:
             text = f"{num_lost} cached blocks went and {num_needed} had to: {num_blank} were blank"
             raise Violation("evicted early", text)

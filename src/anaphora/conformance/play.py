@@ -54,6 +54,7 @@ class Play:
         self._begun: set[str] = set()
         self._counters = Counters(0, 0)
         self._outcome = ""
+        self._has_probed = False
 
     def play(self, script: Iterable[Op]) -> Violation | None:
         """Play operations until one breaks a rule; return what was broken."""
@@ -158,9 +159,11 @@ class Play:
         return num_cached
 
     def _match_by_request(self, prompt: Prompt) -> int | None:
+        self._has_probed = True
         num_cached = self._begin(Op("begin", PROBE, prompt, num_tokens=1))
         if num_cached is not None:
-            self._computed(Op("computed", PROBE))
+            if self.profile.shareable == "at_allocation":
+                self._computed(Op("computed", PROBE))
             self._finish(Op("finish", PROBE))
             self._outcome = f"{num_cached} cached"
         return num_cached
@@ -255,9 +258,11 @@ class Play:
             self._counters = Counters(queries + request.num_tokens, hits + num_cached)
 
     def _check_expected(self, op: Op, answer: int | None) -> None:
-        is_plain = self.profile.granularity == "block" or self.block_size == 1
-        if op.expected is None or self.profile.shareable == "at_finish" or not is_plain:
-            return
+        profile = self.profile
+        finds_whole_blocks = profile.granularity == "block" or self.block_size == 1
+        is_usual = finds_whole_blocks and profile.last_token == "recomputed" and profile.shareable != "at_finish"
+        if op.expected is None or not is_usual or self._has_probed:
+            return  # then the model alone says what is right
         found = "refused" if answer is None else answer
         if found != op.expected:
             raise Violation("expected", f"{op.kind} {op.request}: {found}, expected {op.expected}")

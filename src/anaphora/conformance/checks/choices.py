@@ -133,12 +133,15 @@ def duplicates(probe: Probe) -> str:
 
 
 def granularity(probe: Probe) -> str | None:
-    """Share one token more than a block."""
+    """Share one token more than a block: with a prompt that ends there, and with one that goes on."""
     if probe.size == 1:
         return None
-    tokens = ids(1, probe.size + 1)
-    probe.run(Prompt((*tokens, *ids(5000, probe.size))))
-    return "block" if probe.run(Prompt((*tokens, *ids(7000, probe.size)))) == probe.size else "token"
+    for first, more in ((1, 0), (1000, probe.size)):
+        tokens = ids(first, probe.size + 1)
+        probe.run(Prompt(tokens + ids(5000, more)))
+        if probe.run(Prompt(tokens + ids(7000, 2))) > probe.size:
+            return "token"
+    return "block"
 
 
 def last_token(probe: Probe) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,8 @@ class GeneratedCheck(Check):
         offered = frozenset(name for name in OPTIONAL if manager.offers(name))
         for number in range(self.num_scripts):
             random = Random(f"{self.seed}/{number}")
-            num_blocks = random.choice([4, 6, 8, 12, 20])
-            script = Writer(random, block_size, offered, profile.shareable == "at_allocation").script(50)
+            num_blocks = random.choice([4, 5, 6, 8, 12])
+            script = Writer(random, block_size, offered, profile.shareable == "at_allocation").script(80)
             failure = failing(make, profile, num_blocks, block_size, script)
             if failure is not None:
                 detail = f"script {number} of seed {self.seed}, {num_blocks} blocks: {failure[0]}"
@@ -81,24 +81,24 @@ class Writer:
         self._size = block_size
         self._computes_at_once = computes_at_once
         self._names = [f"r{number}" for number in range(random.choice([2, 3, 5]))]
-        self._stems = [ids(1000 * number, 5 * block_size) for number in range(1, 4)]
+        self._prompts: list[Prompt] = []
         acts: list[tuple[Callable[[str], list[Op]], int]] = [
-            (self._begin, 30),
-            (self._compute, 0 if computes_at_once else 25),
-            (self._generate, 20),
-            (self._finish, 15),
-            (self._match, 6),
+            (self._begin, 300),
+            (self._compute, 0 if computes_at_once else 200),
+            (self._generate, 200),
+            (self._finish, 200),
+            (self._match, 80),
         ]
         if "abort" in offered:
-            acts.append((self._abort, 4))
+            acts.append((self._abort, 20))
         if {"preempt", "resume"} <= offered:
-            acts += [(self._preempt, 5), (self._resume, 7)]
+            acts += [(self._preempt, 30), (self._resume, 150)]
         if "evict" in offered:
-            acts.append((self._evict, 1))
+            acts.append((self._evict, 5))
         if "reset" in offered:
-            acts.append((self._reset, 1))
+            acts.append((self._reset, 5))
         if "invalidate" in offered:
-            acts.append((self._invalidate, 1))
+            acts.append((self._invalidate, 5))
         self._acts, self._weights = zip(*acts, strict=True)
 
     def script(self, num_acts: int) -> list[Op]:
@@ -107,16 +107,28 @@ class Writer:
         return [op for act in acts for op in act(self._random.choice(self._names))]
 
     def _prompt(self) -> Prompt:
-        """A stem, cut anywhere, now and then with a branch and an image: prompts share all kinds of beginnings."""
+        """Mostly one that shares a beginning of any length with an earlier one; else segments in any order, so that
+        equal blocks come after unequal ones, under any namespace, now and then with an image."""
         random, size = self._random, self._size
-        stem = random.choice(self._stems)
-        tokens = stem[: random.randint(1, len(stem))]
-        if random.random() < 0.4:
-            tokens += ids(random.choice([7000, 8000]), random.randint(1, 2 * size))
-        media: tuple[MediaSpan, ...] = ()
-        if random.random() < 0.15 and len(tokens) > size + 1:
-            media = (MediaSpan(size - 1, 2, random.choice("XY")),)
-        return Prompt(tokens, random.choice(NAMESPACES), media, reads_cache=random.random() > 0.05)
+        if self._prompts and random.random() < 0.7:
+            earlier = random.choice(self._prompts)
+            tokens = earlier.token_ids[: random.choice([len(earlier.token_ids), random.randint(size, 5 * size)])]
+            media = tuple(item for item in earlier.media if item.offset + item.length <= len(tokens))
+            if random.random() < 0.5:
+                tokens += self._segments(1)[: random.randint(1, 2 * size)]
+            prompt = Prompt(tokens, earlier.namespace, media)
+        else:
+            tokens = self._segments(random.randint(1, 4))
+            tokens = tokens[: random.randint(1, len(tokens))]
+            has_image = random.random() < 0.15 and len(tokens) > size + 1
+            media = (MediaSpan(size - 1, 2, random.choice("XY")),) if has_image else ()
+            prompt = Prompt(tokens, random.choice(NAMESPACES), media)
+        self._prompts.append(prompt)
+        return prompt if random.random() > 0.05 else replace(prompt, reads_cache=False)
+
+    def _segments(self, number: int) -> tuple[int, ...]:
+        firsts = [self._random.choice([1000, 2000, 3000]) for _ in range(number)]
+        return tuple(token for first in firsts for token in ids(first, self._size))
 
     def _compute_if_due(self, name: str) -> list[Op]:
         return [computed(name)] if self._computes_at_once or self._random.random() < 0.6 else []
@@ -132,8 +144,7 @@ class Writer:
         random = self._random
         ops: list[Op] = []
         if random.random() < 0.7:
-            first = random.choice([7000, 8000, random.randint(1000, 1000 + 3 * self._size)])
-            ops.append(append(name, ids(first, random.choice([1, 1, self._size]))))
+            ops.append(append(name, self._segments(1)[: random.choice([1, 1, self._size])]))
         ops.append(allocate(name, random.choice([None, None, 1, self._size, 2 * self._size])))
         return ops + self._compute_if_due(name)
 

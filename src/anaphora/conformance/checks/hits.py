@@ -10,6 +10,7 @@ from anaphora.conformance.checks.check import ScriptChecks, ids, text
 from anaphora.conformance.script import (
     FORGE_DIGESTS,
     allocate,
+    append,
     begin,
     computed,
     evict,
@@ -72,9 +73,10 @@ def equal_blocks_elsewhere(size: int) -> Scenario:
     """Equal blocks after unequal ones are other prefixes: the KV of a token depends on all before it."""
     return 16, [
         run("a", Prompt((*ids(1, size), *ids(1000, size + 1)))),
-        run("b", Prompt((*ids(5000, size), *ids(1000, size + 1))), expected=0),
-        run("c", Prompt(ids(1000, size + 1)), expected=0),
-        run("d", Prompt((*ids(1, size), *ids(1000, size), *ids(1000, size + 1))), expected=2 * size),
+        run("b", Prompt((*ids(5000, size), *ids(7000, size + 1))), expected=0),
+        run("c", Prompt((*ids(5000, size), *ids(1000, size + 1))), expected=size),
+        run("d", Prompt(ids(1000, size + 1)), expected=0),
+        run("e", Prompt((*ids(1, size), *ids(1000, size), *ids(1000, size + 1))), expected=2 * size),
     ]
 
 
@@ -135,7 +137,10 @@ def drafts(size: int) -> Scenario:
         computed("a"),
         allocate("a", 2 * size),
         match(Prompt(prompt + guessed), expected=num_full),
-        generate("a", right),
+        append("a", right),
+        match(Prompt((*prompt, *right, 9)), expected=num_full),
+        allocate("a"),
+        computed("a"),
         match(Prompt((*prompt, *right, 9)), expected=num_full + size),
         match(Prompt(prompt + guessed), expected=num_full),
     ]

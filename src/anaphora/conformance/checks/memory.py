@@ -18,10 +18,11 @@ CHECKS = ScriptChecks()
 @CHECKS.add("vllm-project/vllm#37076")
 def own_hit(size: int) -> Scenario:
     """A request's hits are held before blocks are taken for the rest of it, or it evicts what it has just found."""
-    return 5, [
-        run("a", text(1, 2 * size + 1)),
-        begin("b", Prompt((*ids(1, 2 * size), *ids(1000, 2 * size + 1))), expected=2 * size),
-        computed("b"),
+    return 6, [
+        run("a", text(1, 2 * size)),
+        run("b", text(5000, 2 * size)),
+        begin("c", Prompt((*ids(1, 2 * size), *ids(1000, 2 * size + 1))), expected=2 * size),
+        computed("c"),
     ]
 
 
