@@ -166,8 +166,8 @@ class KVCacheManager:
             sequence.recomputes_last_block = True
         if priority:
             sequence.priority = priority
-        for _ in range(1, self._windows.num_groups):
-            sequence.block_tables.append(array("i"))
+        if self._windows.num_groups > 1:
+            sequence.clear_tables(self._windows.num_groups)
         return sequence
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -206,7 +206,7 @@ class KVCacheManager:
         index = self._index
         self._retained.expire()
         hit = self._find(sequence)
-        part_of, num_part_tokens = self._find_part(sequence, hit)
+        part_of, num_part_tokens = (0, 0) if self.match_unit == self.block_size else self._find_part(sequence, hit)
         missing = -(-(num_part_tokens + num_tokens) // self.block_size) * self._windows.num_groups
         if missing > index.num_available - hit.num_unpinned:
             if not self._retained.give_way(missing, hit):
@@ -343,7 +343,8 @@ class KVCacheManager:
         """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
         `allocate` that follows does not look again."""
         hit = self._find(sequence)
-        return hit.num_blocks * self.block_size + self._find_part(sequence, hit)[1]
+        num_tokens = hit.num_blocks * self.block_size
+        return num_tokens if self.match_unit == self.block_size else num_tokens + self._find_part(sequence, hit)[1]
 
     def explain(
         self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
@@ -460,8 +461,8 @@ class KVCacheManager:
         return found
 
     def _find_part(self, sequence: Sequence, hit: Hit) -> tuple[int, int]:
-        """The block that goes on where the hit ends, and for how many tokens; (0, 0) if hits are whole blocks."""
-        if self.match_unit == self.block_size or not sequence.read_cache or sequence.recomputes_last_block:
+        """The block that goes on where the hit ends, and for how many tokens; (0, 0) if there is none."""
+        if not sequence.read_cache or sequence.recomputes_last_block:
             return 0, 0
         rest = sequence.num_tokens - 1 - hit.num_blocks * self.block_size
         size = min(rest, self.block_size) * TOKEN_BYTES
@@ -498,8 +499,7 @@ class KVCacheManager:
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
         self._forked.discard(sequence)
-        sequence.block_tables = [array("i") for _ in sequence.block_tables]
-        sequence.block_table = sequence.block_tables[0]
+        sequence.clear_tables(self._windows.num_groups)
         sequence.num_computed_tokens = 0
         sequence.num_indexed_blocks = 0
 

@@ -36,6 +36,9 @@ Tokens = bytes | bytearray
 Key = bytes | bytearray | memoryview
 Label = bytes | tuple[bytes, BlockContent]
 
+MIN_VIEW_BYTES = 8192
+"""From here on a copy costs more than a view."""
+
 
 class Node:
     """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
@@ -236,25 +239,26 @@ class RadixTree:
 
         `on_evict(node, first)` is told of the blocks from `first` on before they leave the node.
         """
+        if num_blocks <= self.order.num_blocks:
+            self.evict_from(self.order, num_blocks, on_evict)
+            return
         for order in self.orders():
             num_here = min(num_blocks, order.num_blocks)
             self.evict_from(order, num_here, on_evict)
             num_blocks -= num_here
-            if not num_blocks:
-                return
 
     def evict_from(self, order: LruOrder, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
         """The same, from one order."""
-        while num_blocks:
+        while num_blocks > 0:
             node = order.first()
-            rest = len(node.blocks) - num_blocks
-            if rest > 0:
-                on_evict(node, rest)
+            size = len(node.blocks)
+            if size > num_blocks:
+                on_evict(node, size - num_blocks)
                 order.num_blocks -= num_blocks
-                self._trim(node, rest)
+                self._trim(node, size - num_blocks)
                 return
             on_evict(node, 0)
-            num_blocks -= len(node.blocks)
+            num_blocks -= size
             order.remove(node)
             # Whoever remembers the node needs no more than its label.
             node.key = b""
@@ -382,10 +386,11 @@ def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, widt
 
 
 def _shortened(key: Key, size: int) -> Key:
-    """Return the first `size` bytes of a key; without a copy unless that would keep much unused memory alive."""
+    """Return the first `size` bytes of a key; without a copy if that is long and keeps little unused memory alive."""
     if type(key) is bytearray:
         del key[size:]
         return key
-    view = memoryview(key)
-    whole = view.obj if isinstance(view.obj, bytes) else key
-    return bytes(view[:size]) if size * 2 < len(whole) else view[:size]
+    whole = key.obj if isinstance(key, memoryview) and isinstance(key.obj, bytes) else key
+    if size < MIN_VIEW_BYTES or size * 2 < len(whole):
+        return bytes(key[:size])
+    return memoryview(key)[:size]

@@ -95,6 +95,13 @@ class Sequence:
         self._num_cached_tokens = 0
         self._lookup = lookup
 
+    def clear_tables(self, num_groups: int) -> None:
+        """Start with new, empty tables; who looks at the old ones keeps them."""
+        self.block_table = array("i")
+        self.block_tables = [self.block_table]
+        for _ in range(1, num_groups):
+            self.block_tables.append(array("i"))
+
     @property
     def is_admitted(self) -> bool:
         """Whether it holds blocks: admitted, and neither preempted nor finished since."""
