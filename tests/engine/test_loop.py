@@ -271,6 +271,23 @@ def test_logits_without_a_distribution_end_one_request_only() -> None:
     assert toy.outcomes["b"].token_ids == toy_output([3, 4], SamplingParams(max_tokens=2, temperature=0.0))
 
 
+def test_a_tokenizer_that_fails_on_a_token_ends_one_request_only() -> None:
+    alone = toy_output([3, 4], SamplingParams(max_tokens=2, temperature=0.0))
+    bad = toy_output([1, 2], SamplingParams(max_tokens=1, temperature=0.0))[0]
+    assert bad not in alone
+
+    class Failing(LetterTokenizer):
+        def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
+            if token_id == bad:
+                raise KeyError(token_id)
+            return super().token_bytes(token_id)
+
+    toy = toy_engine(tokenizer=Failing())
+    first, second = toy.run(request("a", [1, 2]), request("b", [3, 4], max_tokens=2))
+    assert first.finish_reason == "error"
+    assert second.token_ids == alone
+
+
 def test_kv_that_gave_unusable_logits_is_not_shared() -> None:
     toy = toy_engine()
     execute = toy.executor.execute

@@ -297,16 +297,19 @@ class Engine:
         return rows
 
     def _advance(self, live: LiveRequest, logits: NDArray[np.float32]) -> Delta:
-        """Draw the request's next token."""
+        """Draw the request's next token. Whatever fails in that ends this request alone."""
         sampling = live.request.sampling
+        num_before = live.output.num_tokens
+        token_id = -1
         try:
-            token_id = live.sampler.sample(logits, live.output.num_tokens)
-        except ValueError as error:
-            return self._delta(live, finish_reason="error", error=_describe(error))
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if sampling.logprobs is not None:
-            logprobs = (token_logprob(logits, token_id, sampling.logprobs),)
-        piece = live.output.push(token_id)
+            token_id = live.sampler.sample(logits, num_before)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if sampling.logprobs is not None:
+                logprobs = (token_logprob(logits, token_id, sampling.logprobs),)
+            piece = live.output.push(token_id)
+        except Exception as error:
+            drawn = (token_id,) if live.output.num_tokens > num_before else ()
+            return self._delta(live, token_ids=drawn, finish_reason="error", error=_describe(error))
         self._stats.output_tokens += 1
         return self._delta(
             live, token_ids=(token_id,), text=piece.text, finish_reason=piece.finish_reason, logprobs=logprobs
