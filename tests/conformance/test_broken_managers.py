@@ -6,10 +6,11 @@ import pytest
 
 from anaphora.conformance.checks import CHOICE_CHECKS, all_checks
 from anaphora.conformance.checks.check import ScriptCheck
-from tests.conformance.broken_managers import CAUGHT_BY
+from tests.conformance import broken_finding, broken_keeping
 from tests.conformance.other_choices import CHOICES
 from tests.conformance.toy_manager import TOY
 
+CAUGHT_BY = {**broken_finding.CAUGHT_BY, **broken_keeping.CAUGHT_BY}
 CHECKS = {check.name: check for check in all_checks(num_scripts=40, seed=0)}
 EXPECTED = [
     pytest.param(broken, name, id=f"{broken.__name__}-{name}") for broken in CAUGHT_BY for name in CAUGHT_BY[broken]

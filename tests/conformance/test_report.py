@@ -13,7 +13,7 @@ from anaphora.conformance.__main__ import main
 from anaphora.conformance.checks.names import GoldenNamesCheck
 from anaphora.conformance.checks.vectors import NAMES, PROMPTS
 from anaphora.identity import VllmAlgorithm
-from tests.conformance.broken_managers import IgnoresSalt
+from tests.conformance.broken_finding import IgnoresSalt
 from tests.conformance.toy_manager import TOY, ToyManager
 
 RECORDED = Path(__file__).parents[3] / "shared/golden/vllm/hash_vectors_v0.32.0.json"
@@ -90,7 +90,7 @@ class TestCommandLine:
         assert capsys.readouterr().out.startswith("profile anaphora-radix, blocks of 4 tokens")
 
     def test_a_broken_manager_exits_with_1(self, capsys):
-        assert main(["tests.conformance.broken_managers:IgnoresSalt", "--json", "--block-size", "2"]) == 1
+        assert main(["tests.conformance.broken_finding:IgnoresSalt", "--json", "--block-size", "2"]) == 1
         said = json.loads(capsys.readouterr().out)
         assert (said["passed"], said["block_size"]) == (False, 2)
 

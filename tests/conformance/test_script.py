@@ -7,7 +7,7 @@ from anaphora.conformance.checks.check import failing
 from anaphora.conformance.play import Play
 from anaphora.conformance.script import FORGE_DIGESTS, abort, append, as_ranges, begin, computed, evict, finish, shrink
 from anaphora.identity import Adapter, MediaSpan, Namespace
-from tests.conformance.broken_managers import IgnoresSalt
+from tests.conformance.broken_finding import IgnoresSalt
 from tests.conformance.toy_manager import TOY, ToyManager
 
 NINE = Prompt(tuple(range(1, 10)))

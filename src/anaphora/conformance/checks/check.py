@@ -73,7 +73,7 @@ class ScriptCheck(Check):
     def examine(self, make: MakeManager, profile: Profile, block_size: int) -> Result:
         """Play the script; if a rule is broken, look for the shortest part that still breaks it."""
         if not self.applies(profile):
-            return self.result("not applicable", f"{profile.name} promises something else")
+            return self.result("not applicable", f"not promised by profile {profile.name}")
         num_blocks, parts = self.build(block_size)
         script = flatten(parts)
         manager = make(num_blocks, block_size)
