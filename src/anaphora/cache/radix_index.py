@@ -419,6 +419,15 @@ class RadixIndex:
     def forget(self, blocks: Set[int] | None) -> None:
         """Cut the tree above these blocks. What nobody holds becomes blank; the rest becomes its holders' own."""
         self.version += 1
+        if blocks is not None:
+            # A private duplicate would be found once it takes the place of the tree's copy.
+            blocks = blocks | {
+                served
+                for sequence in self._duplicating
+                for node, first, last in self._duplicated(sequence)
+                for own, served in zip(sequence.block_table[first:last], node.blocks, strict=True)
+                if own in blocks
+            }
         for node in list(self._tree.nodes()):
             first = next((i for i, block in enumerate(node.blocks) if blocks is None or block in blocks), None)
             if first is None or not self._is_in_tree(node):
