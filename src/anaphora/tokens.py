@@ -61,6 +61,8 @@ def unpack(packed: Buffer) -> array[int]:
 
 
 def _pack_buffer(view: memoryview) -> bytes:
+    if view.format == "i" and view.ndim == 1:
+        return view.tobytes()
     if view.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {view.ndim}")
     kind = view.format.lstrip("@=<") if view.format else "B"

@@ -185,18 +185,17 @@ class KVCacheManager:
             return self._admit(sequence, num_tokens)
         index = self._index
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
-        missing = max(0, num_blocks - len(sequence.block_table)) * self._windows.num_groups
-        copies = num_tokens and sequence in self._forked and self._shared_tails(sequence)
-        num_new = missing + len(copies or ())
-        if num_new:
-            num_new -= index.num_leaving(sequence)
+        missing = (num_blocks - len(sequence.block_table)) * self._windows.num_groups
+        copies = self._shared_tails(sequence) if num_tokens and sequence in self._forked else ()
+        if missing > 0 or copies:
+            num_new = max(0, missing) + len(copies) - index.num_leaving(sequence)
             if num_new > index.num_available and not self._retained.give_way(num_new):
                 return False
         if self._windows.window_groups:
             index.slide(sequence)
         if copies:
             self._copy_tails(sequence, copies)
-        if missing:
+        if missing > 0:
             self._extend(sequence, missing)
         return True
 
@@ -486,7 +485,7 @@ class KVCacheManager:
         tables = sequence.block_tables
         return [group for group, table in enumerate(tables) if self._index.is_shared(table[position])]
 
-    def _copy_tails(self, sequence: Sequence, groups: list[int]) -> None:
+    def _copy_tails(self, sequence: Sequence, groups: SequenceOf[int]) -> None:
         position = sequence.num_computed_tokens // self.block_size
         for group, own in zip(groups, self._index.take(len(groups)), strict=True):
             # A new table, since someone may still look at the old one.

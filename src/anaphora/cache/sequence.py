@@ -99,8 +99,8 @@ class Sequence:
         """Start with new, empty tables; who looks at the old ones keeps them."""
         self.block_table = array("i")
         self.block_tables = [self.block_table]
-        for _ in range(1, num_groups):
-            self.block_tables.append(array("i"))
+        if num_groups > 1:
+            self.block_tables += [array("i") for _ in range(1, num_groups)]
 
     @property
     def is_admitted(self) -> bool:
