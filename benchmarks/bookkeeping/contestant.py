@@ -55,25 +55,25 @@ class Stage:
         # As engines do once they are set up: what exists now is no work for the collector, which stays on.
         gc.collect()
         gc.freeze()
+        for _ in range(scenario.num_live):
+            self._live.append(self.contestant.begin(self.contestant.prepare(self._prompts.next())))
         for _ in range(scenario.num_filling):
-            self._admit(self.contestant.prepare(self._prompts.next()))
+            self._serve([self.contestant.prepare(self._prompts.next())])
 
-    def _admit(self, prompt: Any) -> None:
-        self._live.append(self.contestant.begin(prompt))
-        if len(self._live) > self.scenario.num_live:
-            self.contestant.end(self._live.popleft())
+    def _serve(self, prompts: list[Any]) -> None:
+        begin, end, live = self.contestant.begin, self.contestant.end, self._live
+        for prompt in prompts:
+            end(live.popleft())
+            live.append(begin(prompt))
 
     def round(self, num_requests: int) -> dict[str, float]:
         """Serve requests; return thread CPU microseconds for each and the share of tokens that were hits."""
         # Other processes have run since the last round, so a few requests first bring the caches back.
         prompts = [self.contestant.prepare(self._prompts.next()) for _ in range(num_requests + num_requests // 4 + 1)]
         measured = prompts[-num_requests:]
-        admit = self._admit
-        for prompt in prompts[:-num_requests]:
-            admit(prompt)
+        self._serve(prompts[:-num_requests])
         started = time.thread_time_ns()
-        for prompt in measured:
-            admit(prompt)
+        self._serve(measured)
         spent = time.thread_time_ns() - started
         hits = [self.contestant.hit_tokens(request) for request in self._live]
         return {"us": spent / 1000 / num_requests, "hit": sum(hits) / len(hits) / self.scenario.num_tokens}

@@ -26,8 +26,9 @@ class AnaphoraManager(Contestant):
     """start, allocate, commit, finish; a token at a time while decoding."""
 
     def __init__(self, scenario: Scenario, pack: Callable[[bytes], Any], **options: Any) -> None:
-        self.prepare = pack  # type: ignore[method-assign]
         self.manager = KVCacheManager(scenario.num_blocks, scenario.block_size, **options)
+        self.prepare = pack  # type: ignore[method-assign]
+        self.end = self.manager.finish  # type: ignore[method-assign]
         self._records_events = options.get("events", False)
         self._decode = [array("i", [token]) for token in range(scenario.num_decode_tokens)]
 
@@ -53,7 +54,7 @@ class AnaphoraManager(Contestant):
 
     def end(self, request: Sequence) -> None:
         """See `Contestant.end`."""
-        self.manager.finish(request)
+        raise NotImplementedError
 
     def hit_tokens(self, request: Sequence) -> int:
         """See `Contestant.hit_tokens`."""
