@@ -2,7 +2,7 @@
 
 Only a leaf can go, so that a prefix never goes before what extends it. `Lru` needs no more than the order in which
 nodes were let go: children come before their parents in it, so its head is always a leaf. The other policies score each
-leaf when it becomes one and take the lowest score.
+leaf when it becomes one and take the lowest score; `adaptive` learns what a leaf is worth.
 
 The names and rules of lfu, slru, fifo, filo, mru, priority and tlru are SGLang's (0.5.23), counted by requests: a
 request counts once for each node that it was served or that it added.
@@ -11,9 +11,11 @@ request counts once for each node that it was served or that it added.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from anaphora.cache.adaptive import Adaptive, AdaptiveOrder
+from anaphora.cache.order import LruOrder
 
 if TYPE_CHECKING:
     from anaphora.cache.radix_tree import Node
@@ -38,7 +40,7 @@ class Note:
         self.high_water = high_water
 
 
-class EvictionPolicy(Protocol):
+class ScoringPolicy(Protocol):
     """Scores a leaf: the lowest score goes first."""
 
     def score(self, node: Node, note: Note) -> Score:
@@ -136,6 +138,8 @@ class Tlru:
         return (not is_safe, note.let_go)
 
 
+EvictionPolicy = ScoringPolicy | Adaptive
+
 POLICIES: dict[str, EvictionPolicy] = {
     "lru": Lru(),
     "mru": Mru(),
@@ -144,49 +148,9 @@ POLICIES: dict[str, EvictionPolicy] = {
     "lfu": Lfu(),
     "slru": Slru(),
     "priority": Priority(),
+    "adaptive": Adaptive(),
 }
 """Policies that go by a name. `Tlru` has to be given its threshold."""
-
-
-class LruOrder:
-    """The nodes that nobody holds, in the order in which they were let go, and how many blocks they have.
-
-    Cost: O(1) for everything.
-    """
-
-    keeps_notes = False
-
-    def __init__(self, quota: int | None = None) -> None:
-        self.idle: OrderedDict[Node, None] = OrderedDict()
-        self.num_blocks = 0
-        self.quota = quota
-        """The most blocks that may stay here; None for any number."""
-
-    def add(self, node: Node) -> None:
-        """A node was let go, after its children were."""
-        self.idle[node] = None
-        self.num_blocks += len(node.blocks)
-
-    def remove(self, node: Node) -> None:
-        """A node is held again, or gone."""
-        del self.idle[node]
-        self.num_blocks -= len(node.blocks)
-
-    def first(self) -> Node:
-        """The leaf to go next. There is one."""
-        return next(iter(self.idle))
-
-    def became_leaf(self, node: Node) -> None:
-        """The last child of a node is gone."""
-
-    def used(self, node: Node, priority: int) -> None:
-        """A request that was served all of a node has gone on from there."""
-
-    def made(self, node: Node, priority: int) -> None:
-        """A request made a node, or made one longer."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """A node was cut in two."""
 
 
 class ScoredOrder(LruOrder):
@@ -198,7 +162,7 @@ class ScoredOrder(LruOrder):
 
     keeps_notes = True
 
-    def __init__(self, policy: EvictionPolicy, quota: int | None = None) -> None:
+    def __init__(self, policy: ScoringPolicy, quota: int | None = None) -> None:
         super().__init__(quota)
         self._policy = policy
         self._heap: list[tuple[Score, int, Node]] = []
@@ -261,10 +225,13 @@ class ScoredOrder(LruOrder):
 
 
 def _note(node: Node) -> Note:
-    assert node.note is not None
-    return node.note
+    note: Note | None = node.note
+    assert note is not None
+    return note
 
 
 def make_order(policy: EvictionPolicy, quota: int | None = None) -> LruOrder:
     """Return an empty order for a policy."""
-    return LruOrder(quota) if isinstance(policy, Lru) else ScoredOrder(policy, quota)
+    if isinstance(policy, Lru):
+        return LruOrder(quota)
+    return AdaptiveOrder(policy, quota) if isinstance(policy, Adaptive) else ScoredOrder(policy, quota)

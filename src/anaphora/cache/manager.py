@@ -14,6 +14,7 @@ from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from anaphora.cache.adaptive import Adaptive
 from anaphora.cache.eviction import POLICIES, Tlru
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
@@ -109,6 +110,8 @@ class KVCacheManager:
             raise ValueError(f"eviction: expected one of {', '.join(POLICIES)}, or a policy, got {eviction!r}")
         if isinstance(policy, Tlru):
             policy = replace(policy, block_size=block_size)
+        elif isinstance(policy, Adaptive):
+            policy = replace(policy, clock=clock)
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
 
     from anaphora.cache.events import Event
-    from anaphora.cache.eviction import EvictionPolicy, LruOrder
+    from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.order import LruOrder
     from anaphora.cache.radix_tree import Key, Label, Node
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
@@ -199,6 +200,8 @@ class RadixIndex:
                 self._give_back(sequence.block_table[first:last])
         tail: Node = sequence.index_state
         sequence.index_state = None
+        if tail.order.keeps_notes and sequence.is_counted:
+            tail.order.finished(tail, sequence.num_prompt_tokens // self._block_size, self._tree.split)
         self._tree.unlock(tail)
         if tail.order.quota is not None:
             self._respect_quota(tail.order)

@@ -19,7 +19,7 @@ gives up only what the shared order cannot.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anaphora.cache.eviction import make_order
 from anaphora.cache.index import require
@@ -29,7 +29,8 @@ from anaphora.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from anaphora.cache.eviction import EvictionPolicy, LruOrder, Note
+    from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.order import LruOrder
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
@@ -46,7 +47,7 @@ class Node:
     label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
         holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
     depth: blocks before its first one.
-    order: where it stands when nobody holds it. note: what a scored order remembers of it.
+    order: where it stands when nobody holds it. note: what its order remembers of it.
     lost: the tokens of the block that came after its last one until it was trimmed.
     digests: names of its first blocks, as many as have been asked for.
     """
@@ -63,7 +64,7 @@ class Node:
         self.ref = 0
         self.depth: int = parent.depth + len(parent.blocks) if parent else 0
         self.digests: list[bytes] | None = None
-        self.note: Note | None = None
+        self.note: Any = None
         self.lost: bytes | None = None
 
     def path(self) -> list[Node]:
@@ -253,10 +254,14 @@ class RadixTree:
             node = order.first()
             size = len(node.blocks)
             if size > num_blocks:
+                if order.keeps_notes:
+                    order.evicted(node, size - num_blocks)
                 on_evict(node, size - num_blocks)
                 order.num_blocks -= num_blocks
                 self._trim(node, size - num_blocks)
                 return
+            if order.keeps_notes:
+                order.evicted(node, 0)
             on_evict(node, 0)
             num_blocks -= size
             order.remove(node)
