@@ -130,12 +130,13 @@ class Pages:
                 if not pages.keys() & held:
                     pages.update(dict.fromkeys(pages, False))
         must_stay = {prefix for prefix, pages in self.known.items() if any(pages.values())}
+        sure = {page for pages in self.known.values() for page, must_be_found in pages.items() if must_be_found}
         for block in new:
             self.blank(block)
         if self.was_evicted_on_purpose:
             return  # what was made unfindable may still stand in line for eviction, before what is blank
         lost = must_stay - self.known.keys()
-        num_lost = len(cached & set(new)) if self.profile.duplicates == "kept" else len(lost)
+        num_lost = len(sure & set(new)) if self.profile.duplicates == "kept" else len(lost)
         if num_lost > num_needed:
             text = f"{num_lost} cached blocks went and {num_needed} had to: {num_blank} were blank"
             raise Violation("evicted early", text)
