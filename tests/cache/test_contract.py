@@ -924,6 +924,45 @@ class TestExplain:
         assert fingerprint(manager) == before
 
 
+class TestResidency:
+    def test_times_are_counted_in_blocks_from_stored_to_evicted_and_from_let_go_to_held(self, make):
+        clock = Clock()
+        manager = make(4, clock=clock, measure_residency=True)
+        sequence = admit(manager, tokens(1, 9))
+        clock.now = 3
+        manager.finish(sequence)
+        clock.now = 8
+        again = admit(manager, tokens(1, 9))
+        assert manager.residency().reuse_gap_s.buckets() == [(8.0, 2)]
+        clock.now = 9
+        manager.finish(again)
+        clock.now = 109
+        run(manager, tokens(21, 36))
+        residency = manager.residency()
+        assert residency.idle_before_eviction_s.buckets() == [(128.0, 2)]
+        assert residency.lifetime_s.buckets() == [(128.0, 2)]
+        assert residency.reuse_gap_s.total == 2
+
+    def test_a_snapshot_clears_nothing_and_does_not_change_afterwards(self, make):
+        manager = make(4, clock=Clock(), measure_residency=True)
+        run(manager, tokens(1, 5))
+        run(manager, tokens(1, 5))
+        first = manager.residency()
+        run(manager, tokens(1, 5))
+        assert (first.reuse_gap_s.total, manager.residency().reuse_gap_s.total) == (1, 2)
+
+    def test_what_is_forgotten_on_purpose_is_not_counted_as_evicted(self, make):
+        manager = make(4, clock=Clock(), measure_residency=True)
+        run(manager, tokens(1, 9))
+        manager.invalidate()
+        run(manager, tokens(1, 16))
+        assert manager.residency().lifetime_s.total == 0
+
+    def test_without_measuring_it_says_how_to(self, make):
+        with pytest.raises(ValueError, match="measure_residency=True"):
+            make(4).residency()
+
+
 class TestInput:
     @pytest.mark.parametrize(
         ("arguments", "field"),

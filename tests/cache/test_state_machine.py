@@ -41,8 +41,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.now_s = 0.0
         self.manager = KVCacheManager(
-            self.num_blocks, self.block_size, index=self.kind, digests=self.digests, events=True
+            self.num_blocks,
+            self.block_size,
+            index=self.kind,
+            digests=self.digests,
+            eviction=self.eviction,
+            windows=self.windows,
+            window_retention=self.window_retention,
+            match_unit=self.match_unit,
+            clock=lambda: self.now_s,
+            events=True,
+            measure_residency=True,
         )
         self.mirror = Mirror()
         self.memory = PagedMemory(self.manager)
@@ -257,6 +268,18 @@ class TlruMachine(TinyPoolMachine):
     eviction = Tlru(threshold=6, next_prompt=2)
 
 
+class AdaptiveMachine(CacheMachine):
+    eviction = "adaptive"
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 100.0, 255.99999999999994]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class TinyAdaptiveMachine(AdaptiveMachine):
+    num_blocks = 4
+
+
 class QuotaMachine(CacheMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -265,6 +288,10 @@ class QuotaMachine(CacheMachine):
     @rule(quota=st.one_of(st.none(), st.integers(0, 4)))
     def set_quota(self, quota: int | None) -> None:
         self.manager.set_quota(NAMESPACES[1], quota)
+
+
+class AdaptiveQuotaMachine(QuotaMachine, AdaptiveMachine):
+    pass
 
 
 class WindowMachine(HashMachine):
@@ -295,6 +322,9 @@ MACHINES = (
     LfuMachine,
     FifoMachine,
     TlruMachine,
+    AdaptiveMachine,
+    TinyAdaptiveMachine,
+    AdaptiveQuotaMachine,
     QuotaMachine,
     FineMachine,
     FineHashMachine,

@@ -86,7 +86,7 @@ class HashIndex:
         events: list[Event] | None,
         windows: Windows,
         policy: EvictionPolicy,
-        residency: Residency | None = None,
+        residency: Residency | None,
     ) -> None:
         if not isinstance(policy, Lru):
             raise ValueError("eviction: index='hash' evicts as vLLM does, 'lru'; others need index='radix'")

@@ -20,6 +20,7 @@ from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
 from anaphora.cache.radix_index import RadixIndex
+from anaphora.cache.residency import Residency, ResidencyStats
 from anaphora.cache.retention import Retention, RetentionBook
 from anaphora.cache.segments import Segments
 from anaphora.cache.sequence import Sequence
@@ -74,6 +75,7 @@ class KVCacheManager:
         window_retention: which blocks of window groups stay findable: None all, 0 only those that the end of a prompt
             or a prefix shared with another needs, n those needed at every n tokens too.
         max_retained_share: how much of the pool `retain` may keep, 0 to 1.
+        measure_residency: whether to keep the times of blocks, for `residency`.
         clock: seconds from any origin, never going back; times to live are measured by it.
         events: whether to record what becomes findable and what no longer is, for `take_events`.
 
@@ -96,6 +98,7 @@ class KVCacheManager:
         windows: SequenceOf[int | None] = (None,),
         window_retention: int | None = None,
         max_retained_share: float = 0.5,
+        measure_residency: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
@@ -122,8 +125,9 @@ class KVCacheManager:
         if self.match_unit < block_size and self._windows.num_groups > 1:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
+        self._residency = Residency(clock) if measure_residency else None
         self._index: PrefixIndex = kinds[index](
-            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy
+            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy, self._residency
         )
         self._retained = RetentionBook(self._index, int(num_blocks * max_retained_share), clock)
         self._forked: set[Sequence] = set()
@@ -398,6 +402,12 @@ class KVCacheManager:
         stats = self._stats.copy()
         stats.evicted_blocks = self._index.num_evicted_blocks
         return stats
+
+    def residency(self) -> ResidencyStats:
+        """Return how long blocks stay, lie idle before they are evicted, and after how long they are used again."""
+        if self._residency is None:
+            raise ValueError("measure_residency: this manager keeps no times; make it with measure_residency=True")
+        return self._residency.snapshot()
 
     def check(self) -> None:
         """Assert every invariant of the class. Raises InvariantError. Cost: O(pool + tokens); for tests and doubts."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.order import LruOrder
     from anaphora.cache.radix_tree import Key, Label, Node
+    from anaphora.cache.residency import Residency
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
@@ -51,6 +52,7 @@ class RadixIndex:
         events: list[Event] | None,
         windows: Windows,
         policy: EvictionPolicy,
+        residency: Residency | None,
     ) -> None:
         if windows.num_groups > 1 or windows.window_groups:
             raise ValueError("windows: several layer groups, or windows, need index='hash'")
@@ -58,7 +60,7 @@ class RadixIndex:
         self._block_size = block_size
         self._digests = digests
         self._events = events
-        self._tree = RadixTree(block_size, policy)
+        self._tree = RadixTree(block_size, policy, residency)
         self._blank = array("i", range(1, num_blocks + 1))
         """Blocks without content, last in first out, so that a small working set stays small."""
         self._duplicating: set[Sequence] = set()

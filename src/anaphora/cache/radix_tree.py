@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.order import LruOrder
+    from anaphora.cache.residency import Residency
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
@@ -95,11 +96,12 @@ class RadixTree:
     changes); split, add O(1) + one memcpy; evict O(e).
     """
 
-    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
+    def __init__(self, block_size: int, policy: EvictionPolicy, residency: Residency | None = None) -> None:
         self.width = block_size * TOKEN_BYTES
         self.lanes: dict[Namespace, Root] = {}
         self.order = make_order(policy)
         """Unpinned nodes of the lanes without a quota."""
+        self.residency = residency
         self._policy = policy
         self._quotas: dict[Namespace, LruOrder] = {}
 
@@ -185,6 +187,8 @@ class RadixTree:
         while node.ref == 1 and node.parent is not None:
             if node in node.order.idle:  # a node that was made just now is not
                 node.order.remove(node)
+                if self.residency is not None:
+                    self.residency.held(node, len(node.blocks))
             node = node.parent
             node.ref += 1
 
@@ -193,6 +197,8 @@ class RadixTree:
         node.ref -= 1
         while not node.ref and node.parent is not None:
             node.order.add(node)
+            if self.residency is not None:
+                self.residency.let_go(node)
             node = node.parent
             node.ref -= 1
         if not node.ref and isinstance(node, Root):
@@ -226,6 +232,8 @@ class RadixTree:
         else:
             node.order.num_blocks -= num_blocks
         node.order.split(upper, node)
+        if self.residency is not None:
+            self.residency.split(upper, node)
         return upper
 
     def add(self, parent: Node, label: Label, key: Key, blocks: array[int]) -> Node:
@@ -233,6 +241,8 @@ class RadixTree:
         node = Node(parent, parent.order, label, key, blocks)
         parent.kids[label] = node
         node.ref = 1
+        if self.residency is not None:
+            self.residency.stored(node)
         return node
 
     def evict(self, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
@@ -257,12 +267,16 @@ class RadixTree:
                 if order.keeps_notes:
                     order.evicted(node, size - num_blocks)
                 on_evict(node, size - num_blocks)
+                if self.residency is not None:
+                    self.residency.evicted(node, num_blocks, is_whole=False)
                 order.num_blocks -= num_blocks
                 self._trim(node, size - num_blocks)
                 return
             if order.keeps_notes:
                 order.evicted(node, 0)
             on_evict(node, 0)
+            if self.residency is not None:
+                self.residency.evicted(node, size)
             num_blocks -= size
             order.remove(node)
             # Whoever remembers the node needs no more than its label.
@@ -302,6 +316,8 @@ class RadixTree:
         while stack:
             lower = stack.pop()
             stack.extend(lower.kids.values())
+            if self.residency is not None:
+                self.residency.forgotten(lower)
             if lower.ref:
                 pinned[lower] = None
             else:
@@ -312,6 +328,8 @@ class RadixTree:
 
     def clear(self) -> None:
         """Forget everything."""
+        if self.residency is not None:
+            self.residency.clear()
         self.lanes.clear()
         self.order = make_order(self._policy)
         self._quotas = {name: make_order(self._policy, order.quota) for name, order in self._quotas.items()}
