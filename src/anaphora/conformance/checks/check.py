@@ -41,7 +41,7 @@ class Result:
 
 
 class Check(ABC):
-    """A named check. `about` says what must hold; `source` is where a fault of this kind was reported."""
+    """A named check. `about` says what must hold; `source` is where a fault of this kind was reported, if it was."""
 
     name: str
     about: str
@@ -90,7 +90,7 @@ class ScriptChecks(list[ScriptCheck]):
     """The script checks of a module, in the order of the report."""
 
     def add(
-        self, source: str, applies: Callable[[Profile], bool] = lambda profile: True
+        self, source: str = "", applies: Callable[[Profile], bool] = lambda profile: True
     ) -> Callable[[Callable[[int], Scenario]], Callable[[int], Scenario]]:
         """Make a check of a function from the block size to a scenario. Its name is the function's, what must hold is
         said by the docstring."""

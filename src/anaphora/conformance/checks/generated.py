@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from anaphora.conformance.adapter import Prompt
 from anaphora.conformance.checks.check import Check, Result, failing, ids
+from anaphora.conformance.checks.identity import PLACEHOLDER
 from anaphora.conformance.script import (
     INVALIDATE,
     RESET,
@@ -50,7 +51,7 @@ class GeneratedCheck(Check):
     seed: int = 0
     name: str = "generated scripts"
     about: str = "Whatever requests come, grow, end and come back in whatever order, no rule is broken."
-    source: str = "novitalabs/pegaflow#450, huggingface/text-generation-inference#2489"
+    source: str = ""
 
     def examine(self, make: MakeManager, profile: Profile, block_size: int) -> Result:
         """Play all; report the shortest part of the first one that fails."""
@@ -120,8 +121,10 @@ class Writer:
         else:
             tokens = self._segments(random.randint(1, 4))
             tokens = tokens[: random.randint(1, len(tokens))]
-            has_image = random.random() < 0.15 and len(tokens) > size + 1
-            media = (MediaSpan(size - 1, 2, random.choice("XY")),) if has_image else ()
+            media = ()
+            if random.random() < 0.15 and len(tokens) > size + 1:
+                media = (MediaSpan(size - 1, 2, random.choice("XY")),)
+                tokens = (*tokens[: size - 1], PLACEHOLDER, PLACEHOLDER, *tokens[size + 1 :])
             prompt = Prompt(tokens, random.choice(NAMESPACES), media)
         self._prompts.append(prompt)
         return prompt if random.random() > 0.05 else replace(prompt, reads_cache=False)

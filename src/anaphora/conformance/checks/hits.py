@@ -68,7 +68,7 @@ def parting_inside_a_block(size: int) -> Scenario:
     ]
 
 
-@CHECKS.add("huggingface/text-generation-inference#2489")
+@CHECKS.add()
 def equal_blocks_elsewhere(size: int) -> Scenario:
     """Equal blocks after unequal ones are other prefixes: the KV of a token depends on all before it."""
     return 16, [
@@ -114,7 +114,7 @@ def given_up_before_computed(size: int) -> Scenario:
     return 8, [begin("a", prompt, expected=0), finish("a"), begin("b", prompt, expected=0)]
 
 
-@CHECKS.add("ggml-org/llama.cpp#9135")
+@CHECKS.add()
 def generated_tokens(size: int) -> Scenario:
     """Generated tokens are found by the next turn, the block that they share with the prompt included."""
     prompt, answer = ids(1, size + 1), ids(size + 2, 2 * size)
@@ -127,7 +127,7 @@ def generated_tokens(size: int) -> Scenario:
     ]
 
 
-@CHECKS.add("vllm-project/vllm#38182")
+@CHECKS.add()
 def drafts(size: int) -> Scenario:
     """Slots for draft tokens change nothing about what is found: only known, computed tokens are."""
     prompt, guessed, right = ids(1, size + 1), ids(size + 2, 2 * size), ids(7000, size)
@@ -179,7 +179,7 @@ def partly_filled_block(size: int) -> Scenario:
     ]
 
 
-@CHECKS.add("vllm-project/vllm#17045", lambda profile: profile.digests == "verified")
+@CHECKS.add("CVE-2025-25183", lambda profile: profile.digests == "verified")
 def forged_digest(size: int) -> Scenario:
     """A digest is a name, no proof: a forged or colliding one costs a miss and never serves another prompt's KV."""
     return 16, [

@@ -105,7 +105,7 @@ def idle_blocks(size: int) -> Scenario:
     return 2, [run("a", text(1, 2 * size)), run("b", text(1000, 2 * size), expected=0)]
 
 
-@CHECKS.add("Avarok-Cybersecurity/atlas#1114, ml-explore/mlx-lm#1118")
+@CHECKS.add()
 def blank_blocks_first(size: int) -> Scenario:
     """Nothing cached is given up while a blank block is left."""
     tail = 1 if size > 1 else 0  # a tail that fills no block leaves a blank one behind
@@ -217,7 +217,7 @@ def reset(size: int) -> Scenario:
     ]
 
 
-@CHECKS.add("vllm-project/vllm#46283")
+@CHECKS.add()
 def reset_under_a_request(size: int) -> Scenario:
     """A reset while a request runs takes nothing from it: it is refused, or forgets what is cached and no more."""
     return 8, [
