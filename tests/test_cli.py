@@ -117,7 +117,25 @@ def test_port_in_use_is_one_line_before_anything_is_loaded(capsys: pytest.Captur
 
 def test_too_small_a_pool_is_one_line(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny_model), "--port", "0", "--kv-memory", "10"]) == 1
-    assert "kv_memory_bytes: 10 is not enough" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("anaphora: --kv-memory: 10 is not enough; the least is ")
+
+
+def test_more_memory_than_the_machine_has_is_one_line(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny_model), "--port", "0", "--kv-memory", "9999GiB"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("anaphora: --kv-memory: 9,999.0 GiB is more than the memory of this machine, ")
+    assert error.count("\n") == 1
+
+
+def test_memory_that_the_process_does_not_get_is_one_line(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 9.00 GiB")
+
+    monkeypatch.setattr("anaphora.server.loading.build_engine", refuse)
+    assert main(["serve", str(tiny_model), "--port", "0"]) == 1
+    assert capsys.readouterr().err == "anaphora: --kv-memory: this process does not get that much memory; choose less\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])

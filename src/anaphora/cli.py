@@ -110,8 +110,10 @@ def _serve(args: argparse.Namespace) -> int:
     )
     try:
         return serve(options)
-    except (ModelError, ListenError, OptionError) as error:
+    except (ModelError, ListenError) as error:
         return _fail(str(error))
+    except OptionError as error:
+        return _fail(_with_flag(str(error)))
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -131,8 +133,10 @@ def _bench(args: argparse.Namespace) -> int:
             _note("loading the model")
             model, engine = load_engine(args.model, _engine_options(args))
             result = run_bench(EngineTarget(engine, model.name), plan, _note)
-    except (ModelError, OptionError, RequestError, ServerError) as error:
+    except (ModelError, RequestError, ServerError) as error:
         return _fail(str(error))
+    except OptionError as error:
+        return _fail(_with_flag(str(error)))
     print(result.to_json() if args.json else result.to_table())
     return 0
 
@@ -147,6 +151,12 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
     }
     options: EngineOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options
+
+
+def _with_flag(message: str) -> str:
+    """An engine's message about one of its options, with the option as it is called here: --kv-memory."""
+    option, rest = message.split(":", 1)
+    return f"--{option.removesuffix('_bytes').replace('_', '-')}:{rest}"
 
 
 def _size(text: str) -> int:

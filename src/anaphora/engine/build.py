@@ -54,13 +54,16 @@ def build_engine(
 
     executor: "reference" is numpy, float32.
     index: how prefixes are found, "radix" or "hash".
-    kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less.
+    kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     max_num_seqs, max_num_batched_tokens, max_context, seed: as `Engine` has them.
 
     Raises:
-        ValueError: an unknown executor or index, a limit below 1, or too little memory for one block; the message
-            names the option and what is allowed.
+        ValueError: an unknown executor or index, a limit below 1, too little memory for one block, or more
+            than the machine has; the message names the option and what is allowed.
+        MemoryError: the machine has that much, but this process does not get it.
     """
+    if kv_memory_bytes is not None:
+        _require_that_machine_has(kv_memory_bytes)
     if executor not in _EXECUTORS:
         raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
     runner = _EXECUTORS[executor](model)
@@ -106,6 +109,16 @@ def default_kv_memory_bytes() -> int:
     return DEFAULT_KV_MEMORY_BYTES if free is None else min(DEFAULT_KV_MEMORY_BYTES, int(free * FREE_MEMORY_SHARE))
 
 
+def _require_that_machine_has(kv_memory_bytes: int) -> None:
+    """Raise ValueError for more than there is: pages are taken as they are written, so it would fail much later."""
+    total = min((known for known in (_machine_bytes(), _cgroup_limit_bytes()) if known is not None), default=None)
+    if total is not None and kv_memory_bytes > total:
+        raise ValueError(
+            f"kv_memory_bytes: {kv_memory_bytes / 2**30:,.1f} GiB is more than the memory of this machine, "
+            f"{total / 2**30:,.1f} GiB"
+        )
+
+
 def _free_memory_bytes() -> int | None:
     """What this process can still get: of the machine, and of the control group (container) that it is in."""
     known = [free for free in (_free_machine_bytes(), _free_cgroup_bytes()) if free is not None]
@@ -119,16 +132,28 @@ def _free_machine_bytes() -> int | None:
                 return int(line.split()[1]) * 1024
         return None
     except OSError:  # not Linux: the total is the best that the standard library knows
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, OSError, ValueError):
-            return None
+        return _machine_bytes()
+
+
+def _machine_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _free_cgroup_bytes() -> int | None:
+    limit, used = _cgroup_limit_bytes(), _cgroup_bytes("current")
+    return None if limit is None or used is None else max(0, limit - used)
+
+
+def _cgroup_limit_bytes() -> int | None:
+    return _cgroup_bytes("max")
+
+
+def _cgroup_bytes(name: str) -> int | None:
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return max(0, int(limit) - int(used))
+        return int(Path(f"/sys/fs/cgroup/memory.{name}").read_text())
     except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from anaphora.engine.build import build_engine
-from anaphora.model import load_model
+from anaphora.model import ModelError, load_model
 from anaphora.model.progress import PrintedProgress
 
 if TYPE_CHECKING:
@@ -25,8 +25,13 @@ def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]
         ModelError: the model cannot be fetched, read or run.
         OptionError: see there.
     """
-    model = load_model(ref, PrintedProgress())
+    try:
+        model = load_model(ref, PrintedProgress())
+    except MemoryError:
+        raise ModelError("model: it does not fit into this machine's memory") from None
     try:
         return model, build_engine(model, **options)
     except ValueError as error:
         raise OptionError(str(error)) from None
+    except MemoryError:
+        raise OptionError("kv_memory_bytes: this process does not get that much memory; choose less") from None
