@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "anaphora":
             raise
-        return _fail(f"{args.command} needs {error.name}, which is not installed: pip install 'anaphora[serve]'")
+        return _fail(
+            f"{args.command} needs {error.name}, which is not installed: pip install '.[serve]' in a clone of Anaphora"
+        )
     return code
 
 
