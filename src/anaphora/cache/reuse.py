@@ -19,8 +19,10 @@ PRIOR_WEIGHT = 8.0
 """Uses after which a kind counts as much as the kind above it."""
 HALF_LIFE = 16_384
 """Uses after which what was counted weighs half."""
-RECKON_EVERY = 256
+RECKON_EVERY = 64
 """Uses between two reckonings of the worths, while there are many."""
+NEW_SHARE = 16
+"""A kind is reckoned again when the new uses are a 16th of those known."""
 
 BIN_START_S = [0.0] + [2.0 ** (b - 1) for b in range(1, NUM_BINS)]
 BIN_WIDTH_S = [1.0, *BIN_START_S[1:]]
@@ -34,11 +36,21 @@ def age_bin(age_s: float) -> int:
 class ReuseKind:
     """What has been learned about one kind. `worth[b]`: of a prefix of this kind at an age in bin b, per second.
 
-    num_uses[b]: uses that were not followed by another one before bin b, or not known to be: a use ages from bin to bin
-    whether or not it was followed. num_reuses[b]: next uses that came in bin b.
+    num_uses[b]: uses that are as old as bin b, followed by another one since or not. num_reuses[b]: next uses that came
+    in bin b.
     """
 
-    __slots__ = ("_aging", "num_reuses", "num_uses", "parent", "shares", "worth")
+    __slots__ = (
+        "_aging",
+        "_new_since_s",
+        "_num_new",
+        "_num_rounds",
+        "num_reuses",
+        "num_uses",
+        "parent",
+        "shares",
+        "worth",
+    )
 
     def __init__(self, parent: ReuseKind | None) -> None:
         self.parent = parent
@@ -47,10 +59,20 @@ class ReuseKind:
         self.shares: list[float] = list(parent.shares) if parent else [0.0] * NUM_BINS
         """Of all uses, those that are followed by the next in bin b."""
         self.worth: list[float] = list(parent.worth) if parent else [0.0] * NUM_BINS
-        self._aging: list[deque[list[float]]] = [deque() for _ in range(NUM_BINS)]
-        """Uses in bin b as [time, number], the oldest first."""
+        self._aging: list[deque[list[float]]] = [deque() for _ in range(NUM_BINS - 1)]
+        """Uses in bin b as [time, number], the oldest first; none leaves the last bin."""
+        self._num_new = 0
+        self._new_since_s = 0.0
+        """Uses since the last reckoning, and the time of the first of them."""
+        self._num_rounds = 0
 
-    def enter(self, b: int, time_s: float, num_uses: float) -> None:
+    def add_use(self, now_s: float) -> None:
+        """Count one use."""
+        if not self._num_new:
+            self._new_since_s = now_s
+        self._num_new += 1
+
+    def _enter(self, b: int, time_s: float, num_uses: float) -> None:
         """Count uses in bin b. Memory is bounded: uses whose ages differ by less than an eighth become one entry."""
         self.num_uses[b] += num_uses
         if b + 1 < NUM_BINS:
@@ -60,16 +82,27 @@ class ReuseKind:
             else:
                 aging.append([time_s, num_uses])
 
-    def reckon(self, now_s: float, decay: float) -> None:
-        """Let uses age, then reckon the worths; that of the parent first. Cost: O(NUM_BINS)."""
+    def reckon(self, now_s: float, num_rounds: int) -> None:
+        """Let uses age, then reckon the worths, if there is enough new to reckon from. The parent comes first.
+
+        Cost: O(NUM_BINS).
+        """
+        if self._num_new * NEW_SHARE <= self.num_uses[0]:
+            return
+        self._enter(0, self._new_since_s, self._num_new)
+        self._num_new = 0
         for b, aging in enumerate(self._aging):
             while aging and aging[0][0] + BIN_START_S[b + 1] <= now_s:
-                self.enter(b + 1, *aging.popleft())
+                self._enter(b + 1, *aging.popleft())
         expected = self.parent.shares if self.parent else [0.0] * NUM_BINS
-        for b in range(NUM_BINS):
-            self.shares[b] = (self.num_reuses[b] + PRIOR_WEIGHT * expected[b]) / (self.num_uses[b] + PRIOR_WEIGHT)
-            self.num_uses[b] *= decay
-            self.num_reuses[b] *= decay
+        self.shares = [
+            (reuses + PRIOR_WEIGHT * prior) / (uses + PRIOR_WEIGHT)
+            for reuses, uses, prior in zip(self.num_reuses, self.num_uses, expected, strict=True)
+        ]
+        decay = 0.5 ** ((num_rounds - self._num_rounds) / HALF_LIFE)
+        self._num_rounds = num_rounds
+        self.num_uses = [num * decay for num in self.num_uses]
+        self.num_reuses = [num * decay for num in self.num_reuses]
         self.worth = gittins(self.shares)
 
 
@@ -79,24 +112,27 @@ def gittins(shares: list[float]) -> list[float]:
     Let one point per bin's end be (expected time held so far, share reused so far): the index is the steepest slope
     from a bin's start to any later point, which leads along their upper hull. Cost: O(bins).
     """
-    held, reused = [0.0], [0.0]
+    points = [(0.0, 0.0)]
+    held_s = reused = 0.0
     waiting = 1.0
-    for share, width in zip(shares, BIN_WIDTH_S, strict=True):
+    for share, width_s in zip(shares, BIN_WIDTH_S, strict=True):
         still = max(waiting - share, 0.001)
-        held.append(held[-1] + (waiting + still) / 2 * width)
-        reused.append(reused[-1] + share)
+        held_s += (waiting + still) / 2 * width_s
+        reused += share
         waiting = still
-
-    def slope(first: int, last: int) -> float:
-        return (reused[last] - reused[first]) / (held[last] - held[first])
-
-    hull = [len(shares)]
-    worth = [0.0] * len(shares)
-    for b in range(len(shares) - 1, -1, -1):
-        while len(hull) > 1 and slope(b, hull[-1]) <= slope(hull[-1], hull[-2]):
+        points.append((held_s, reused))
+    hull = [(*points.pop(), -1.0)]  # with the slope from each point to the next, below all where there is none
+    worth = []
+    for held_s, reused in reversed(points):
+        later_s, later, next_slope = hull[-1]
+        slope = (later - reused) / (later_s - held_s)
+        while slope <= next_slope:
             hull.pop()
-        worth[b] = slope(b, hull[-1])
-        hull.append(b)
+            later_s, later, next_slope = hull[-1]
+            slope = (later - reused) / (later_s - held_s)
+        worth.append(slope)
+        hull.append((held_s, reused, slope))
+    worth.reverse()
     return worth
 
 
@@ -119,7 +155,7 @@ class Reuse:
         """A prefix is of this kind from now on."""
         counted: ReuseKind | None = self.of(kind)
         while counted is not None:
-            counted.enter(0, now_s, 1.0)
+            counted.add_use(now_s)
             counted = counted.parent
 
     def count_reuse(self, kind: Kind, age_s: float) -> None:
@@ -135,9 +171,7 @@ class Reuse:
         self._num_rounds += 1
         if self._num_rounds < self._next_reckoning:
             return False
-        num_new = min(self._num_rounds, RECKON_EVERY)
-        self._next_reckoning += num_new
-        decay = 0.5 ** (num_new / HALF_LIFE)
+        self._next_reckoning += min(self._num_rounds, RECKON_EVERY)
         for kind in sorted(self.kinds, key=len):
-            self.kinds[kind].reckon(now_s, decay)
+            self.kinds[kind].reckon(now_s, self._num_rounds)
         return True
