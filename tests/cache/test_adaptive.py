@@ -26,7 +26,7 @@ class Clock:
 
 
 class Cache:
-    """A manager with blocks of one token on a clock of its own. Prompts are strings, all but the last letter committed."""
+    """A manager of one-token blocks with a clock of its own. Prompts are strings, all but the last letter committed."""
 
     def __init__(self, num_blocks: int, eviction: str = "adaptive") -> None:
         self.clock = Clock()
