@@ -23,7 +23,8 @@ OURS = (
     "hash, int32, vLLM's names",
     "hash, int32",
 )
-SGLANG = ("legacy", "unified-python", "unified-rust")
+VLLM = "vLLM"
+SGLANG = ("SGLang RadixCache", "SGLang unified, Python", "SGLang unified, Rust")
 SCENARIOS = (
     *(Scenario(num_tokens, hit) for num_tokens in (2_048, 32_768, 131_072) for hit in (0, 90)),
     *(Scenario(2_048, hit, num_decode_tokens=64) for hit in (0, 90)),
@@ -63,7 +64,7 @@ def connect(vllm_python: str | None, sglang_python: str | None) -> list[Process]
     """Start a process for each contestant and wait until all can run."""
     processes = [Process(sys.executable, "benchmarks.bookkeeping.peer_anaphora", name) for name in OURS]
     if vllm_python:
-        processes.append(Process(vllm_python, "benchmarks.bookkeeping.peer_vllm", "vllm"))
+        processes.append(Process(vllm_python, "benchmarks.bookkeeping.peer_vllm", VLLM))
     if sglang_python:
         processes += [Process(sglang_python, "benchmarks.bookkeeping.peer_sglang", name) for name in SGLANG]
     for process in processes:

@@ -133,5 +133,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     serve(
         f"SGLang {version('sglang')}",
-        {"legacy": SglangTree, "unified-python": SglangUnifiedTree, "unified-rust": SglangRustTree},
+        {
+            "SGLang RadixCache": SglangTree,
+            "SGLang unified, Python": SglangUnifiedTree,
+            "SGLang unified, Rust": SglangRustTree,
+        },
     )

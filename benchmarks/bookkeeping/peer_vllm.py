@@ -78,4 +78,4 @@ class VllmManager(Contestant):
 
 if __name__ == "__main__":
     vllm.envs.enable_envs_cache()
-    serve(f"vLLM {vllm.__version__}", {"vllm": VllmManager})
+    serve(f"vLLM {vllm.__version__}", {"vLLM": VllmManager})

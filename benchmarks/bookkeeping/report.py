@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .cycles import OURS, SGLANG, target
+from .cycles import OURS, SGLANG, VLLM, target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def label(scenario: Scenario) -> str:
     """Name a scenario."""
-    decode = f", {scenario.num_decode_tokens} decoded" if scenario.num_decode_tokens else ""
-    return f"{scenario.num_tokens:,} tokens, {scenario.hit_percent} % hits{decode}"
+    decode = f" + {scenario.num_decode_tokens}" if scenario.num_decode_tokens else ""
+    return f"{scenario.num_tokens // 1024}k{decode}, {scenario.hit_percent} %"
 
 
 def render(
@@ -33,9 +33,13 @@ def render(
         parts.append("vLLM is absent (--vllm-python), so there are no ratios to it.")
     if not has_sglang:
         parts.append("SGLang is absent (--sglang-python).")
-    parts += ["### One request cycle, us", _cycles(cycles)]
+    rows = _by_contestant(cycles)
+    scenarios = list(dict.fromkeys(cycle.scenario for cycle in cycles))
+    parts += ["### One request cycle, us", _cycles(rows, scenarios)]
     if has_vllm:
-        parts += ["### Times cheaper than vLLM (target, aim)", _ratios(cycles)]
+        parts += ["### Times cheaper than vLLM (in brackets: asked, aimed at)", _ratios(rows, scenarios)]
+    if has_sglang:
+        parts += ["### Times cheaper than the fastest of SGLang's trees", _against_sglang(rows, scenarios)]
     names = {
         "pool": ("### Cost against blocks in the pool, us", "blocks"),
         "tree": ("### Cost against nodes in the tree, us", "nodes"),
@@ -46,54 +50,60 @@ def render(
     }
     for key, (title, first) in names.items():
         parts += [title, _table_of({**growth, **details}[key], first)]
-    parts += ["### Growth of the process while the pool fills, bytes a block (2,048 tokens)", _resident(cycles)]
+    parts += [
+        "### Growth of the process while the pool fills with prompts of 2,048 tokens",
+        _resident(rows, scenarios[0]),
+    ]
     return "\n\n".join(parts)
 
 
-def _by_scenario(cycles: Sequence[Cycle]) -> dict[Scenario, dict[str, Cycle]]:
-    rows: dict[Scenario, dict[str, Cycle]] = {}
+Rows = dict[str, "dict[Scenario, Cycle]"]
+
+
+def _by_contestant(cycles: Sequence[Cycle]) -> Rows:
+    rows: Rows = {name: {} for name in (*OURS, VLLM, *SGLANG)}
     for cycle in cycles:
-        rows.setdefault(cycle.scenario, {})[cycle.contestant] = cycle
-    return rows
+        rows[cycle.contestant][cycle.scenario] = cycle
+    return {name: row for name, row in rows.items() if row}
 
 
-def _contestants(cycles: Sequence[Cycle]) -> list[str]:
-    present = {cycle.contestant for cycle in cycles}
-    return [name for name in (*OURS, "vllm", *SGLANG) if name in present]
+def _cycles(rows: Rows, scenarios: Sequence[Scenario]) -> str:
+    return _table(
+        ["", *map(label, scenarios)],
+        [[name, *(_number(row[s].us) if s in row else "" for s in scenarios)] for name, row in rows.items()],
+    )
 
 
-def _cycles(cycles: Sequence[Cycle]) -> str:
-    names = _contestants(cycles)
-    rows = []
-    for scenario, by_name in _by_scenario(cycles).items():
-        rows.append([label(scenario), *(_number(by_name[n].us) if n in by_name else "" for n in names)])
-    return _table(["", *names], rows)
+def _ratios(rows: Rows, scenarios: Sequence[Scenario]) -> str:
+    """Every contestant against vLLM, with what is asked of ours; then our tree against SGLang's best."""
+    table = []
+    for name, row in rows.items():
+        if name != VLLM:
+            cells = []
+            for scenario in scenarios:
+                aims = target(name, scenario) or ()
+                asked = f" ({', '.join(str(aim) for aim in dict.fromkeys(aims))})" if aims else ""
+                cells.append(
+                    f"{_number(rows[VLLM][scenario].us / row[scenario].us)}x{asked}" if scenario in row else ""
+                )
+            table.append([name, *cells])
+    return _table(["", *map(label, scenarios)], table)
 
 
-def _ratios(cycles: Sequence[Cycle]) -> str:
-    names = [name for name in _contestants(cycles) if name != "vllm"]
-    rows = []
-    for scenario, by_name in _by_scenario(cycles).items():
-        cells = []
-        for name in names:
-            if name not in by_name:
-                cells.append("")
-                continue
-            aims = target(name, scenario)
-            ratio = f"{_number(by_name['vllm'].us / by_name[name].us)}x"
-            cells.append(ratio + (f" ({', '.join(str(aim) for aim in dict.fromkeys(aims))})" if aims else ""))
-        rows.append([label(scenario), *cells])
-    return _table(["", *names], rows)
-
-
-def _resident(cycles: Sequence[Cycle]) -> str:
-    names = _contestants(cycles)
-    rows = [
-        [label(scenario), *(_number(by_name[n].resident_bytes / scenario.num_blocks) for n in names)]
-        for scenario, by_name in _by_scenario(cycles).items()
-        if scenario == cycles[0].scenario  # later ones find memory that the process already has
+def _against_sglang(rows: Rows, scenarios: Sequence[Scenario]) -> str:
+    both = [s for s in scenarios if s in rows[SGLANG[0]]]
+    table = [
+        [name, *(f"{_number(min(rows[tree][s].us for tree in SGLANG) / rows[name][s].us)}x" for s in both)]
+        for name in rows
+        if name.startswith("radix")
     ]
-    return _table(["", *names], rows)
+    return _table(["", *map(label, both)], table)
+
+
+def _resident(rows: Rows, scenario: Scenario) -> str:
+    """The first scenario only: later ones find memory that the process already has."""
+    table = [[name, _number(row[scenario].resident_bytes / scenario.num_blocks)] for name, row in rows.items()]
+    return _table(["", "bytes a block"], table)
 
 
 def _table_of(points: Mapping[int, Mapping[str, Any]], first: str) -> str:
