@@ -628,22 +628,59 @@ class TestForgetting:
         assert manager.match(tokens(1, 13)) == 4
         assert manager.num_free_blocks == 8
 
-    def test_what_is_computed_anew_is_found_again(self, make):
+    def test_what_is_computed_anew_is_found_again_but_nothing_that_was_built_on_what_was_forgotten(self, make):
         manager = make(12)
         sequence = admit(manager, tokens(1, 13))
         manager.evict_blocks([sequence.block_table[0]])
         assert manager.match(tokens(1, 13)) == 0
         assert run(manager, tokens(1, 5)) == 0
-        # The map finds orphans again once what comes before them is back, as vLLM does; the tree has dropped them.
-        in_tree = isinstance(manager._index, RadixIndex)
-        assert manager.match(tokens(1, 13)) == (4 if in_tree else 12)
+        assert manager.match(tokens(1, 13)) == 4
         manager.append(sequence, tokens(14, 20))
         assert manager.allocate(sequence, 7)
         manager.commit(sequence, 7)
         manager.check()
-        assert manager.match(tokens(1, 20)) == (4 if in_tree else 16)
+        assert manager.match(tokens(1, 20)) == 4
         manager.finish(sequence)
         manager.check()
+        assert run(manager, tokens(1, 9)) == 4
+        assert manager.match(tokens(1, 20)) == 8
+
+    def test_descendants_that_nobody_holds_are_forgotten_too(self, make):
+        manager = make(12)
+        run(manager, tokens(1, 17))
+        first = admit(manager, tokens(1, 5))
+        manager.evict_blocks([first.block_table[0]])
+        manager.check()
+        manager.finish(first)
+        run(manager, tokens(1, 5))
+        assert manager.match(tokens(1, 17)) == 4
+
+    def test_a_half_full_block_that_is_evicted_is_never_published(self, make):
+        manager = make(12)
+        sequence = admit(manager, tokens(1, 6))
+        manager.evict_blocks([sequence.block_table[1]])
+        manager.append(sequence, tokens(7, 8))
+        assert manager.allocate(sequence, 2)
+        manager.commit(sequence, 2)
+        assert manager.match(tokens(1, 9)) == 4
+
+    def test_the_copy_of_a_part_of_an_evicted_block_is_never_published(self, make):
+        manager = make(12, match_unit=1)
+        source = admit(manager, tokens(1, 5))
+        reader = manager.start([1, 2, *tokens(91, 95)])
+        assert manager.allocate(reader, 5)
+        assert reader.num_cached_tokens == 2
+        manager.evict_blocks([source.block_table[0]])
+        manager.commit(reader, 5)
+        assert manager.match([1, 2, *tokens(91, 95)]) == 0
+
+    def test_forgotten_tokens_take_no_memory(self):
+        manager = KVCacheManager(8, 4)
+        for _ in range(3):
+            run(manager, tokens(1, 17))
+            manager.invalidate()
+        assert isinstance(manager._index, RadixIndex)
+        assert len(manager._index._ghosts) == 0
 
     def test_new_weights_find_nothing_of_the_old_ones(self, make):
         manager = make(16)
@@ -982,6 +1019,32 @@ class TestInput:
         run(manager, ids)
         for same in (tuple(ids), array("i", ids), array("q", ids), array("i", ids).tobytes(), iter(ids)):
             assert manager.match(same) == 8
+
+    def test_a_wrong_argument_or_state_is_refused_before_anything_changes(self, make):
+        manager, other = make(8), make(8)
+        waiting = manager.start(tokens(1, 5))
+        running = admit(manager, tokens(21, 25))
+        before = fingerprint(manager)
+        for call in (
+            lambda: manager.allocate(waiting, 1.5),
+            lambda: manager.allocate(running, float("nan")),
+            lambda: manager.commit(running, 0.5),
+            lambda: manager.commit(waiting, 0),
+            lambda: other.allocate(waiting, 5),
+            lambda: manager.retain([1], ttl_s=float("nan")),
+            lambda: manager.retain([1], priority="high"),
+            lambda: make(True),
+            lambda: make(4, match_unit=1.5),
+            lambda: make(4, clock=5),
+            lambda: make(4, eviction=5),
+        ):
+            with pytest.raises(ValueError, match=r"expected|running|another"):
+                call()
+        with pytest.raises(TypeError, match="namespace"):
+            manager.start([1], "tenant")
+        assert fingerprint(manager) == before
+        manager.check()
+        other.check()
 
     def test_only_a_running_sequence_can_be_preempted(self, make):
         manager = make(4)

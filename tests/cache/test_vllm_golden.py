@@ -35,6 +35,8 @@ class Replay:
         num_blocks = trace["num_blocks"] - 1  # vLLM counts the null block in
         digests = VllmDigests("sha256_cbor", seed="0")
         self.manager = KVCacheManager(num_blocks, trace["block_size"], index="hash", digests=digests, events=True)
+        assert isinstance(self.manager._index, HashIndex)
+        self.manager._index.keeps_orphans = True
         self.requests: dict[str, Sequence] = {}
 
     def step(self, op: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,15 @@ request counts once for each node that it was served or that it added.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from anaphora.cache.adaptive import Adaptive, AdaptiveOrder
 from anaphora.cache.order import LruOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from anaphora.cache.radix_tree import Node
 
 Score = tuple[float, ...]
@@ -151,6 +153,19 @@ POLICIES: dict[str, EvictionPolicy] = {
     "adaptive": Adaptive(),
 }
 """Policies that go by a name. `Tlru` has to be given its threshold."""
+
+
+def resolve_policy(eviction: str | EvictionPolicy, block_size: int, clock: Callable[[], float]) -> EvictionPolicy:
+    """Return a policy by its name, or as it was given, told the manager's block size and clock where it needs them."""
+    policy = POLICIES.get(eviction) if isinstance(eviction, str) else eviction
+    if isinstance(policy, Adaptive):
+        return replace(policy, clock=clock)
+    if isinstance(policy, Tlru):
+        return replace(policy, block_size=block_size)
+    if not hasattr(policy, "score"):
+        raise ValueError(f"eviction: expected one of {', '.join(POLICIES)}, or a policy, got {eviction!r}")
+    assert policy is not None
+    return policy
 
 
 class ScoredOrder(LruOrder):

@@ -78,6 +78,10 @@ class HashIndex:
     Cost: O(1) a block for everything; a digest for each block of a prefix that was not known.
     """
 
+    keeps_orphans = False
+    """Whether what extends explicitly forgotten content stays named, to be found once that is computed anew. vLLM does
+    so; here only its golden traces do, since content is forgotten on purpose."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -404,15 +408,35 @@ class HashIndex:
         self._num_holders[block] -= 1
 
     def forget(self, blocks: Set[int] | None) -> None:
-        """Names go; the queue and the counts stay as they are. What extends a forgotten block is an orphan: the walk of
-        a lookup ends before it, until the forgotten content is computed anew, as in vLLM."""
+        """Names go; the queue and the counts stay as they are. With the last copy of a prefix goes what extends it."""
         self.version += 1
+        forgotten: list[_Prefix] = []
         for block in range(1, self._num_blocks + 1) if blocks is None else sorted(blocks):
-            if self._prefixes[block]:
-                if self._residency is not None:
-                    self._residency.forgotten(block)
-                self._unname(block)
-                self._num_named_free -= not self._num_holders[block]
+            prefix = self._prefixes[block]
+            if prefix is not None:
+                self._forget(block)
+                forgotten.append(prefix)
+        if self.keeps_orphans:
+            return
+        lost: set[_Prefix] = set()
+        stack = [prefix for prefix in forgotten if not any(prefix.blocks)]
+        while stack:
+            prefix = stack.pop()
+            if prefix not in lost:
+                lost.add(prefix)
+                stack.extend(prefix.kids.values())
+        for prefix in lost:
+            for block in [block for copies in prefix.blocks for block in copies]:
+                self._forget(block)
+        for sequence in self.holders:
+            if sequence.index_state in lost:
+                sequence.publishes = False
+
+    def _forget(self, block: int) -> None:
+        if self._residency is not None:
+            self._residency.forgotten(block)
+        self._unname(block)
+        self._num_named_free -= not self._num_holders[block]
 
     # -- the whole -------------------------------------------------------------------------------------------------
 

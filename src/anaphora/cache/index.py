@@ -62,6 +62,8 @@ class PrefixIndex(Protocol):
     """Prefixes by their tokens, and the blocks that hold them."""
 
     num_evicted_blocks: int
+    keeps_orphans: bool
+    """Whether what extends explicitly forgotten content may be found again."""
     version: int
     """Grows with every change, so that a lookup can be kept for as long as it holds."""
     holders: dict[Sequence, None]

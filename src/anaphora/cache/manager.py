@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from anaphora.cache.adaptive import Adaptive
-from anaphora.cache.eviction import POLICIES, Tlru
+from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
@@ -35,23 +33,6 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
-
-INHERITED = (
-    "is_counted",
-    "media",
-    "num_computed_tokens",
-    "num_indexed_blocks",
-    "num_prompt_tokens",
-    "num_shared_blocks",
-    "priority",
-    "publishes",
-    "recomputes_last_block",
-    "segments",
-    "state",
-    "was_admitted",
-    "_num_cached_tokens",
-)
-"""What a fork takes over from its parent as it is."""
 
 IndexKind = Literal["radix", "hash"]
 
@@ -102,25 +83,25 @@ class KVCacheManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if not isinstance(value, int) or value < 1:
+            if value.__class__ is not int or value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        if not callable(clock):
+            raise ValueError(f"clock: expected a function that returns seconds, got {clock!r}")
         if not 0 <= max_retained_share <= 1:
             raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        policy = POLICIES.get(eviction) if isinstance(eviction, str) else eviction
-        if policy is None:
-            raise ValueError(f"eviction: expected one of {', '.join(POLICIES)}, or a policy, got {eviction!r}")
-        if isinstance(policy, Tlru):
-            policy = replace(policy, block_size=block_size)
-        elif isinstance(policy, Adaptive):
-            policy = replace(policy, clock=clock)
+        policy = resolve_policy(eviction, block_size, clock)
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
         self.match_unit = block_size if match_unit is None else match_unit
-        if not 1 <= self.match_unit <= block_size or block_size % self.match_unit:
+        if (
+            self.match_unit.__class__ is not int
+            or not 1 <= self.match_unit <= block_size
+            or block_size % self.match_unit
+        ):
             raise ValueError(f"match_unit: expected a divisor of block_size, {block_size}, got {match_unit!r}")
         if self.match_unit < block_size and self._windows.num_groups > 1:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
@@ -165,7 +146,9 @@ class KVCacheManager:
         tokens = pack(token_ids)
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        sequence = Sequence(tokens, namespace, read_cache, write_cache, self.lookup)
+        if namespace.__class__ is not Namespace:
+            raise TypeError(f"namespace: expected a Namespace, got {type(namespace).__name__}")
+        sequence = Sequence(self, tokens, namespace, read_cache, write_cache)
         if media:
             sequence.media = validate_media(media, sequence.num_tokens)
             sequence.segments = Segments(sequence.media, self.block_size)
@@ -186,8 +169,8 @@ class KVCacheManager:
         statistics, all at once. The same after a preemption, counted apart. At least the last token is always left
         to compute. The slots may go beyond the known tokens (lookahead).
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
+        if num_tokens.__class__ is not int or num_tokens < 0:
+            raise ValueError(f"num_tokens: expected an integer, 0 or more, got {num_tokens!r}")
         if sequence.state != "running":
             return self._admit(sequence, num_tokens)
         index = self._index
@@ -209,6 +192,8 @@ class KVCacheManager:
     def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
+        if sequence.manager is not self:
+            raise ValueError("sequence: it was started by another manager")
         index = self._index
         self._retained.expire()
         hit = self._find(sequence)
@@ -221,6 +206,7 @@ class KVCacheManager:
         index.pin(sequence, hit)
         if missing:
             self._extend(sequence, missing)
+        sequence.part_of = part_of
         if part_of:
             self._copies.append((part_of, sequence.block_table[hit.num_blocks]))
         num_hit_tokens = hit.num_blocks * self.block_size + num_part_tokens
@@ -246,6 +232,10 @@ class KVCacheManager:
 
         Raises ValueError beyond the tokens that are known, or the blocks that are allocated.
         """
+        if sequence.state != "running":
+            raise ValueError(f"sequence: only a running one can commit, this one is {sequence.state}")
+        if num_tokens.__class__ is not int:
+            raise ValueError(f"num_tokens: expected an integer, got {num_tokens!r}")
         num_computed = sequence.num_computed_tokens + num_tokens
         if num_tokens < 0 or num_computed > sequence.num_tokens:
             raise ValueError(
@@ -303,14 +293,7 @@ class KVCacheManager:
         """
         if sequence.state != "running":
             raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
-        child = Sequence(
-            bytes(sequence.tokens), sequence.namespace, sequence.read_cache, sequence.write_cache, self.lookup
-        )
-        for name in INHERITED:
-            setattr(child, name, getattr(sequence, name))
-        num_blocks = -(-sequence.num_computed_tokens // self.block_size)
-        child.block_tables = [table[:num_blocks] for table in sequence.block_tables]
-        child.block_table = child.block_tables[0]
+        child = sequence.branch(-(-sequence.num_computed_tokens // self.block_size))
         self._index.share(sequence, child)
         self._forked |= {sequence, child}
         return child
@@ -335,6 +318,8 @@ class KVCacheManager:
         first: if nothing else can give them room, retained prefixes give way, lowest priority first, then those renewed
         longest ago.
         """
+        if priority.__class__ is not int:
+            raise ValueError(f"priority: expected an integer, got {priority!r}")
         return self._retained.add(self.start(token_ids, namespace, media=media), self.block_size, priority, ttl_s)
 
     # -- questions -------------------------------------------------------------------------------------------------
@@ -447,6 +432,11 @@ class KVCacheManager:
             if not 1 <= block <= self.num_blocks:
                 raise ValueError(f"block_ids: expected ids between 1 and {self.num_blocks}, got {block}")
         self._retained.release_those_with(blocks)
+        if not self._index.keeps_orphans:
+            for sequence in self._index.holders:
+                tables = sequence.block_tables
+                if sequence.part_of in blocks or any(not blocks.isdisjoint(table) for table in tables):
+                    sequence.publishes = False
         self._index.forget(blocks)
 
     def invalidate(self) -> None:

@@ -44,6 +44,8 @@ class RadixIndex:
     Cost: that of the tree; nothing at the level of Python grows with the number of blocks of a hit.
     """
 
+    keeps_orphans = False
+
     def __init__(
         self,
         num_blocks: int,
@@ -250,9 +252,12 @@ class RadixIndex:
         return blocks
 
     def _on_evict(self, node: Node, first: int) -> None:
-        self._blank.extend(node.blocks[first:] if first else node.blocks)
         if not first:
             self._ghosts.append(node)
+        self._on_cut(node, first)
+
+    def _on_cut(self, node: Node, first: int) -> None:
+        self._blank.extend(node.blocks[first:] if first else node.blocks)
         if self._events is not None:
             self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
 
@@ -433,22 +438,18 @@ class RadixIndex:
                 for own, served in zip(sequence.block_table[first:last], node.blocks, strict=True)
                 if own in blocks
             }
-        for node in list(self._tree.nodes()):
-            first = next((i for i, block in enumerate(node.blocks) if blocks is None or block in blocks), None)
-            if first is None or not self._is_in_tree(node):
-                continue
-            cut_off = self._tree.cut_off(node, first, self._on_evict)
-            if cut_off:
-                self._let_go(cut_off)
-                assert node.parent is not None
-                self._tree.unlock(node.parent)
-
-    def _is_in_tree(self, node: Node) -> bool:
-        while node.parent is not None:
-            if node.parent.kids.get(node.label) is not node:
-                return False
-            node = node.parent
-        return True
+        above: list[Node] = list(self._tree.lanes.values())
+        while above:
+            for node in list(above.pop().kids.values()):
+                first = next((i for i, block in enumerate(node.blocks) if blocks is None or block in blocks), None)
+                if first is None:
+                    above.append(node)
+                    continue
+                cut_off = self._tree.cut_off(node, first, self._on_cut)
+                if cut_off:
+                    self._let_go(cut_off)
+                    assert node.parent is not None
+                    self._tree.unlock(node.parent)
 
     def _let_go(self, cut_off: dict[Node, None]) -> None:
         """Make the blocks of pinned nodes that are no part of the tree any more their holders' own."""

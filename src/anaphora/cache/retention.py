@@ -178,7 +178,7 @@ class RetentionBook:
     def _expiry(self, ttl_s: float | None) -> float | None:
         if ttl_s is None:
             return None
-        if ttl_s <= 0:
+        if not ttl_s > 0:
             raise ValueError(f"ttl_s: expected more than 0 seconds, or None for no limit, got {ttl_s!r}")
         return self._clock() + ttl_s
 

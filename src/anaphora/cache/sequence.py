@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from anaphora.cache.manager import KVCacheManager
     from anaphora.cache.segments import Segments
     from anaphora.identity import Media, Namespace
 
@@ -27,7 +27,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "_lookup",
         "_num_cached_tokens",
         "block_table",
         "block_tables",
@@ -35,6 +34,7 @@ class Sequence:
         "hit_version",
         "index_state",
         "is_counted",
+        "manager",
         "media",
         "namespace",
         "num_computed_tokens",
@@ -42,6 +42,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_shared_blocks",
         "num_tokens",
+        "part_of",
         "priority",
         "publishes",
         "read_cache",
@@ -55,19 +56,18 @@ class Sequence:
 
     def __init__(
         self,
+        manager: KVCacheManager,
         tokens: bytes,
         namespace: Namespace,
         read_cache: bool,
         write_cache: bool,
-        lookup: Callable[[Sequence], int],
-        media: tuple[Media, ...] = (),
-        segments: Segments | None = None,
     ) -> None:
+        self.manager = manager
         self.tokens: bytes | bytearray = tokens
         self.num_tokens = len(tokens) // TOKEN_BYTES
         self.namespace = namespace
-        self.media = media
-        self.segments = segments
+        self.media: tuple[Media, ...] = ()
+        self.segments: Segments | None = None
         self.read_cache = read_cache
         self.write_cache = write_cache
         self.publishes = write_cache
@@ -87,13 +87,14 @@ class Sequence:
         """Leading blocks that full-attention layers could have been served at admission."""
         self.recomputes_last_block = False
         self.priority = 0
+        self.part_of = 0
+        """The block whose beginning was copied at admission, for a hit inside a block."""
         self.index_state: Any = None
         """What the index remembers of this sequence; no one else looks at it."""
         self.hit: Any = None
         self.hit_version = -1
         """The last lookup, and the state of the index that it is valid for."""
         self._num_cached_tokens = 0
-        self._lookup = lookup
 
     def clear_tables(self, num_groups: int) -> None:
         """Start with new, empty tables; who looks at the old ones keeps them."""
@@ -101,6 +102,15 @@ class Sequence:
         self.block_tables = [self.block_table]
         if num_groups > 1:
             self.block_tables += [array("i") for _ in range(1, num_groups)]
+
+    def branch(self, num_blocks: int) -> Sequence:
+        """Return a sequence like this one, with its first `num_blocks` blocks, of which the index knows nothing yet."""
+        branch = copy(self)
+        branch.tokens = bytes(self.tokens)
+        branch.block_tables = [table[:num_blocks] for table in self.block_tables]
+        branch.block_table = branch.block_tables[0]
+        branch.index_state = None
+        return branch
 
     @property
     def is_admitted(self) -> bool:
@@ -112,7 +122,7 @@ class Sequence:
         """Tokens served from the cache: before the first admission what a lookup finds now, final from then on."""
         if self.was_admitted or self.state == "finished":
             return self._num_cached_tokens
-        return self._lookup(self)
+        return self.manager.lookup(self)
 
     def __repr__(self) -> str:
         return (
