@@ -69,6 +69,7 @@ class ByteTokenizer:
 
     adds_bos = False
     eos_token_ids = (EOS,)
+    longest_token_bytes = len("<eos>")
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> bytes:
         ids = array("i")

@@ -206,6 +206,20 @@ def test_prompt_over_the_context_is_refused_with_the_numbers(live: LiveServer) -
     )
 
 
+def test_a_text_that_no_tokens_could_make_short_enough_is_refused_before_it_is_tokenised(live: LiveServer) -> None:
+    error = error_of(live.post(COMPLETIONS, {"prompt": "a" * 20_000}))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"] == ("prompt: the text has at least 4000 tokens; the longest request is 2048 tokens")
+
+
+def test_a_stop_string_that_is_too_long_is_refused(live: LiveServer) -> None:
+    error = error_of(live.post(COMPLETIONS, {"prompt": "a", "stop": ["b" * 1001]}))
+    assert error["param"] == "stop"
+    assert "1000 characters" in error["message"]
+    assert len(error["message"]) < 300
+    assert live.post(COMPLETIONS, {"prompt": "a", "stop": ["b" * 1000], "max_tokens": 1}).status_code == 200
+
+
 def test_max_tokens_over_the_context_are_refused_with_the_numbers(live: LiveServer) -> None:
     error = error_of(live.post(CHAT, {"messages": USER, "max_completion_tokens": 2040}))
     assert (error["param"], error["code"]) == ("max_completion_tokens", "context_length_exceeded")

@@ -96,3 +96,24 @@ def test_an_address_of_another_machine_is_one_clear_line() -> None:
 def test_url_is_one_that_this_machine_can_open() -> None:
     with bind("0.0.0.0", 0) as sock:
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+    ],
+)
+def test_a_client_that_never_finishes_its_request_keeps_no_server_alive(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(run, "SHUTDOWN_GRACE_S", 0.2)
+    with serving_fake() as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(sent)
+            eventually(lambda: bool(live.server.server_state.connections))
+            live.server.stop()
+            eventually(lambda: not live.server.server_state.connections)

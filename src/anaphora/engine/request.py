@@ -10,6 +10,10 @@ from anaphora.identity import Namespace
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000
+"""Every sequence looks for its stop strings while it runs, at a cost that grows with their length."""
+
+
 class RequestError(ValueError):
     """A request that can never be served, with the field at fault (`param`) and what is allowed (the message)."""
 
@@ -43,12 +47,18 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
-            ("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings"),
+            (
+                "stop",
+                len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
+                f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters",
+            ),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
         ]
         for name, is_allowed, allowed in checks:
             if not is_allowed:
-                raise RequestError(name, f"{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
+                value = repr(getattr(self, name))
+                shown = value if len(value) <= 100 else f"{value[:100]}..."
+                raise RequestError(name, f"{name}: {shown} is not allowed; it must be {allowed}")
 
 
 @dataclass(slots=True)

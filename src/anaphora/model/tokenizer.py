@@ -85,6 +85,11 @@ class Tokenizer:
         pieces = (self.token_bytes(i, skip_special_tokens=skip_special_tokens) for i in unpack(pack(token_ids)))
         return b"".join(pieces).decode("utf-8", "replace")
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of n bytes is at least n / longest_token_bytes tokens."""
+        return max((len(self.token_bytes(token_id)) for token_id in range(self.vocab_size)), default=1) or 1
+
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """The bytes of one token: part of a character, perhaps. Empty for an id without a token."""
         if skip_special_tokens and token_id in self.special_token_ids:

@@ -212,7 +212,7 @@ def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Call:
         text = model.chat_template.render(messages, tools=body.tools or None)
     except ChatTemplateError as error:
         raise bad_field("messages", str(error)) from None
-    prompt = model.tokenizer.encode(text)
+    prompt = model.encode(text, "messages")
 
     max_tokens, field_names = body.max_tokens, {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
@@ -249,7 +249,7 @@ def completion_call(body: CompletionRequest, model: ServedModel) -> Call:
         raise bad_field("prompt", f"{len(body.prompt)} prompts times n make over {MAX_CHOICES} choices")
     add_bos = model.tokenizer.adds_bos
     prompts = {
-        path: model.tokenizer.encode(prompt, add_bos=add_bos) if isinstance(prompt, str) else _pack(prompt, path)
+        path: model.encode(prompt, path, add_bos=add_bos) if isinstance(prompt, str) else _pack(prompt, path)
         for path, prompt in _prompts(body.prompt)
     }
     max_tokens = body.max_tokens

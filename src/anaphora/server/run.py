@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SHUTDOWN_GRACE_S = 5.0
 """How long requests may go on once the server was told to stop."""
 
+_FLUSH_S = 0.5
+"""How long the last words of interrupted requests may take to leave."""
 _POLL_S = 0.05
 _KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections (httpx: 5 s), so that none is closed just as it is used again."""
@@ -118,11 +120,23 @@ class Server(uvicorn.Server):
             interruption.cancel()
 
     async def _interrupt_after_grace(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + SHUTDOWN_GRACE_S
-        while self._api.generations and loop.time() < deadline and self._num_signals < 2:
+        connections = self.server_state.connections
+        deadline = self._now() + SHUTDOWN_GRACE_S
+        while (self._api.generations or connections) and self._now() < deadline and self._num_signals < 2:
             await asyncio.sleep(_POLL_S)
         self._api.generations.interrupt()
+        deadline = self._now() + _FLUSH_S
+        while connections and self._now() < deadline:
+            await asyncio.sleep(_POLL_S)
+        # Whoever has not sent its request yet, or does not read its answer, would be waited for without an end.
+        for connection in list(connections):
+            transport = connection.transport
+            if transport is not None:
+                transport.abort()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -55,6 +55,20 @@ class ServedModel:
                 code="model_not_found",
             )
 
+    def encode(self, text: str, path: str, *, add_bos: bool = False) -> bytes:
+        """Return the ids of a prompt, the field at `path`. Raises a 400 for a text that is too long whatever its tokens
+        are, before time is spent on it."""
+        least = len(text.encode("utf-8", "surrogatepass")) // self.tokenizer.longest_token_bytes
+        if least > self.max_request_tokens:
+            raise ApiError(
+                400,
+                f"{path}: the text has at least {least} tokens; "
+                f"the longest request is {self.max_request_tokens} tokens",
+                param=path,
+                code="context_length_exceeded",
+            )
+        return self.tokenizer.encode(text, add_bos=add_bos)
+
     def describe(self) -> dict[str, object]:
         """The model as an entry of GET /v1/models."""
         return {
