@@ -11,7 +11,8 @@ def serve(question: list[int], tenant: str) -> None:
     sequence = manager.start(handbook + question, Namespace(salt=tenant))
     if not manager.allocate(sequence, sequence.num_tokens - sequence.num_cached_tokens):
         raise RuntimeError("the pool is full: preempt someone, or wait")
-    print(f"{tenant}: {sequence.num_cached_tokens} of {sequence.num_tokens} tokens cached, blocks", *sequence.block_table)
+    blocks = " ".join(map(str, sequence.block_table))
+    print(f"{tenant}: {sequence.num_cached_tokens} of {sequence.num_tokens} tokens cached, blocks {blocks}")
     # compute(sequence.block_table, first=sequence.num_computed_tokens)
     manager.commit(sequence, sequence.num_tokens - sequence.num_computed_tokens)
     for token in (7, 8, 9):  # what the model generates
