@@ -33,7 +33,7 @@ def test_every_check_finds_a_fault():
 def test_generated_scripts_find_most_faults_that_no_scenario_was_written_for():
     generated = CHECKS["generated scripts"]
     missed = {broken.__name__ for broken in CAUGHT_BY if generated.examine(broken, TOY, 4).status != "failed"}
-    assert missed == {
+    assert missed <= {
         # These need what the scripts do not play: digests that collide, two adapters with one path, names.
         "TrustsDigests",
         "JoinsFieldsAsText",

@@ -98,6 +98,11 @@ class TestCommandLine:
         assert main(["anaphora.conformance.own:radix", "--profile", "vllm", "--scripts", "0"]) == 1
         assert "vllm declares 'at_allocation', observed 'at_commit'" in capsys.readouterr().out
 
+    def test_a_wrong_block_size_is_named(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["anaphora.conformance.own:radix", "--block-size", "0"])
+        assert "--block-size: expected a whole number from 1 up, got '0'" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("argument", "message"),
         [("own", "expected MODULE:FACTORY"), ("nowhere:make", "No module named"), ("json:make", "no attribute 'make'")],

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("factory", type=_factory, metavar="MODULE:FACTORY",
                         help="a function of (num_blocks, block_size) that returns a ManagerAdapter")  # fmt: skip
     parser.add_argument("--profile", choices=[*PROFILES], help="what the manager chose (default: found by trying)")
-    parser.add_argument("--block-size", type=int, default=4, metavar="N", help="tokens in a block (default: 4)")
+    parser.add_argument("--block-size", type=_positive, default=4, metavar="N", help="tokens in a block (default: 4)")
     parser.add_argument("--scripts", type=int, default=40, metavar="N", help="generated scripts (default: 40)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated scripts (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -34,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = run(args.factory, profile, block_size=args.block_size, num_scripts=args.scripts, seed=args.seed)
     print(json.dumps(report.as_json(), indent=1) if args.json else report)
     return 1 if report.failures else 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+    return int(text)
 
 
 def _factory(text: str) -> MakeManager:

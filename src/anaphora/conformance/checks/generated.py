@@ -122,7 +122,7 @@ class Writer:
             tokens = self._segments(random.randint(1, 4))
             tokens = tokens[: random.randint(1, len(tokens))]
             media = ()
-            if random.random() < 0.15 and len(tokens) > size + 1:
+            if random.random() < 0.25 and len(tokens) > size + 1:
                 media = (MediaSpan(size - 1, 2, random.choice("XY")),)
                 tokens = (*tokens[: size - 1], PLACEHOLDER, PLACEHOLDER, *tokens[size + 1 :])
             prompt = Prompt(tokens, random.choice(NAMESPACES), media)
