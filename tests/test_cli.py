@@ -17,6 +17,7 @@ import pytest
 
 from anaphora.cli import main
 from anaphora.version import __version__
+from tests.server.live_server import serving_fake
 from tests.tiny_models import write_gguf_model
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("command", ["serve", "bench"])
 def test_missing_extra_is_named_with_its_command(command: str) -> None:
-    code = f"import sys; sys.modules['msgspec'] = None; from anaphora.cli import main; sys.exit(main(['{command}']))"
+    code = f"import sys; sys.modules['tokenizers'] = None; from anaphora.cli import main; sys.exit(main(['{command}']))"
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert completed.returncode == 1
     assert completed.stderr == (
-        f"anaphora: {command} needs msgspec, which is not installed: pip install '.[serve]' in a clone of Anaphora\n"
+        f"anaphora: {command} needs tokenizers, which is not installed: pip install '.[serve]' in a clone of Anaphora\n"
     )
 
 
@@ -84,6 +85,8 @@ def test_missing_extra_is_named_with_its_command(command: str) -> None:
         (["serve", "--kv-memory", "lots"], "argument --kv-memory: expected bytes, or a size like 512MiB or 1.5GiB"),
         (["serve", "--max-num-seqs", "0"], "argument --max-num-seqs: expected a whole number from 1 up, got '0'"),
         (["serve", "--index", "btree"], "argument --index: invalid choice: 'btree'"),
+        (["bench", "--url", "foo"], "argument --url: expected a URL like http://127.0.0.1:8000, got 'foo'"),
+        (["bench", "--url", "http:///v1"], "argument --url: expected a URL like http://127.0.0.1:8000"),
         (["bench", "--repeats", "-1"], "argument --repeats: expected a whole number from 1 up, got '-1'"),
     ],
 )
@@ -199,7 +202,29 @@ def test_bench_beyond_the_context_is_one_line(tiny_model: Path) -> None:
     assert "Traceback" not in completed.stderr
 
 
-def test_bench_of_no_server_is_one_line() -> None:
-    completed = run("bench", "--url", "http://127.0.0.1:9")
-    assert completed.returncode == 1
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1"])
+def test_bench_of_no_server_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith("anaphora: http://127.0.0.1:9: no list of models: ")
+
+
+def test_bench_takes_the_base_url_of_openais_clients(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("anaphora.server.bench_targets.ORDINARY_TOKEN_IDS", range(1, 257))
+    with serving_fake() as live:
+        arguments = ["--prefix-tokens", "40", "--suffix-tokens", "5", "--repeats", "1", "--json"]
+        assert main(["bench", "--url", f"{live.url}/v1/", *arguments]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["target"] == f"alphabet at {live.url}"
+        assert [row["cached_tokens"] for row in result["prefixes"]] == [32]
+
+
+def test_bench_of_a_server_loads_nothing_of_a_model() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('jinja2', 'tokenizers', 'gguf', 'safetensors'): sys.modules[name] = None\n"
+        "from anaphora.cli import main; sys.exit(main(['bench', '--url', 'http://127.0.0.1:9']))"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert completed.stderr.startswith("anaphora: http://127.0.0.1:9: no list of models: ")

@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from anaphora.version import __version__
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anaphora.engine.build import EngineOptions
+    from anaphora.server.bench import BenchResult, Plan
 
 _MAX_PORT = 65_535
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -62,7 +64,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_bench)
     _add_model(parser)
     _add_engine(parser)
-    parser.add_argument("--url", help="measure this server, say http://127.0.0.1:8000, and no engine of our own")
+    parser.add_argument(
+        "--url",
+        type=_server_url,
+        help="measure this server, say http://127.0.0.1:8000 (with or without /v1), and no engine of our own",
+    )
     parser.add_argument("--prefix-tokens", type=_positive, nargs="+", default=[1000, 4000], metavar="N",
                         help="lengths of the shared prefix (default: 1000 4000)")  # fmt: skip
     parser.add_argument(
@@ -119,28 +125,45 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from anaphora.engine.request import RequestError
-    from anaphora.model import ModelError
-    from anaphora.server.bench import Plan, run_bench
-    from anaphora.server.bench_targets import EngineTarget, ServerTarget
-    from anaphora.server.client import ServerError, TimingClient
-    from anaphora.server.loading import OptionError, load_engine
+    from anaphora.server.bench import Plan
 
     plan = Plan(prefix_tokens=tuple(args.prefix_tokens), suffix_tokens=args.suffix_tokens, repeats=args.repeats)
-    try:
-        if args.url:
-            with TimingClient(args.url) as client:
-                result = run_bench(ServerTarget(client, args.url), plan, _note)
-        else:
-            _note("loading the model")
-            model, engine = load_engine(args.model, _engine_options(args))
-            result = run_bench(EngineTarget(engine, model.name), plan, _note)
-    except (ModelError, RequestError, ServerError) as error:
-        return _fail(str(error))
-    except OptionError as error:
-        return _fail(_with_flag(str(error)))
+    result = _bench_engine(args, plan) if args.url is None else _bench_server(args.url, plan)
+    if isinstance(result, str):
+        return _fail(result)
     print(result.to_json() if args.json else result.to_table())
     return 0
+
+
+def _bench_server(url: str, plan: Plan) -> BenchResult | str:
+    """The result, or why there is none. Loads nothing that only a model needs."""
+    from anaphora.server.bench import run_bench
+    from anaphora.server.bench_targets import ServerTarget
+    from anaphora.server.client import ServerError, TimingClient
+
+    try:
+        with TimingClient(url) as client:
+            return run_bench(ServerTarget(client, url), plan, _note)
+    except ServerError as error:
+        return str(error)
+
+
+def _bench_engine(args: argparse.Namespace, plan: Plan) -> BenchResult | str:
+    """The result, or why there is none."""
+    from anaphora.engine.request import RequestError
+    from anaphora.model import ModelError
+    from anaphora.server.bench import run_bench
+    from anaphora.server.bench_targets import EngineTarget
+    from anaphora.server.loading import OptionError, load_engine
+
+    try:
+        _note("loading the model")
+        model, engine = load_engine(args.model, _engine_options(args))
+        return run_bench(EngineTarget(engine, model.name), plan, _note)
+    except (ModelError, RequestError) as error:
+        return str(error)
+    except OptionError as error:
+        return _with_flag(str(error))
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -166,6 +189,14 @@ def _size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"expected bytes, or a size like 512MiB or 1.5GiB, got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _server_url(text: str) -> str:
+    """The server's root, also where the base URL of OpenAI's clients is given, which ends in /v1."""
+    url = urlsplit(text)
+    if url.scheme not in {"http", "https"} or not url.hostname or url.query or url.fragment:
+        raise argparse.ArgumentTypeError(f"expected a URL like http://127.0.0.1:8000, got {text!r}")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _positive(text: str) -> int:

@@ -111,11 +111,11 @@ class ServerTarget(Target):
 
     ideal_is = "a prompt of the suffix's tokens alone, over HTTP"
 
-    def __init__(self, client: TimingClient, url: str, token_ids: range = ORDINARY_TOKEN_IDS) -> None:
+    def __init__(self, client: TimingClient, url: str, token_ids: range | None = None) -> None:
         self._client = client
         self._model = client.model_name()
         self.name = f"{self._model} at {url}"
-        self.token_ids = token_ids
+        self.token_ids = ORDINARY_TOKEN_IDS if token_ids is None else token_ids
 
     def first_token(self, prompt: list[int]) -> FirstToken:
         """See Target."""
