@@ -70,7 +70,7 @@ def _lives_on(live: LiveServer) -> Iterator[None]:
         ({"messages": [*USER, {"role": "assistant", "content": None}]}, "messages[1].content",
          "messages[1].content: expected a string or a list of text parts"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role",
-         "messages[0].role: invalid enum value 'king'"),
+         "messages[0].role: expected system, developer, user or assistant, got 'king'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text",
          "Missing required parameter: 'messages[0].content[0].text'."),
     ],
@@ -131,9 +131,9 @@ def test_completions_refuse_what_they_cannot_do(live: LiveServer, fields: dict[s
         ([], "prompt", "prompt: no tokens; at least 1 is needed"),
         (["a", ""], "prompt[1]", "prompt[1]: no tokens; at least 1 is needed"),
         (["a", 1], "prompt[1]", "prompt[1]: expected all items to be of one kind, as the first"),
-        ([97, -1], "prompt", "prompt[1]: -1 is no token id; allowed are 0 to 256"),
-        ([[97], [97, 257]], "prompt[1]", "prompt[1][1]: 257 is no token id; allowed are 0 to 256"),
-        ([97, 2**40], "prompt", "token_ids[1]: 1099511627776 does not fit int32"),
+        ([97, -1], "prompt[1]", "prompt[1]: -1 is no token id; allowed are 0 to 256"),
+        ([[97], [97, 257]], "prompt[1][1]", "prompt[1][1]: 257 is no token id; allowed are 0 to 256"),
+        ([97, 2**40], "prompt[1]", "prompt[1]: 1099511627776 does not fit int32"),
         ({"a": 1}, "prompt", "prompt: expected `str | array`, got `object`"),
         ([1.5], "prompt[0]", "prompt[0]: expected `int | str | array`, got `float`"),
     ],
@@ -143,6 +143,34 @@ def test_bad_prompt_is_named_by_its_place(live: LiveServer, prompt: Any, param: 
     error = error_of(live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}))
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"n": 0}, "invalid_value"),
+        ({"n": -1}, "invalid_value"),
+        ({"n": 129}, "invalid_value"),
+        ({"n": "2"}, "invalid_type"),
+        ({"n": 1.5}, "invalid_type"),
+        ({"seed": 2**63}, "invalid_value"),
+        ({"seed": -(2**63) - 1}, "invalid_value"),
+        ({"cache_salt": ""}, "invalid_value"),
+        ({"cache_salt": "s" * 129}, "invalid_value"),
+        ({"cache_salt": 7}, "invalid_type"),
+        ({"temperature": 2.1}, "invalid_value"),
+        ({"temperature": "warm"}, "invalid_type"),
+        ({"max_tokens": 0}, "invalid_value"),
+        ({"stop": ""}, "invalid_value"),
+        ({"messages": []}, "invalid_value"),
+        ({"messages": [{"role": "bob", "content": "a"}]}, "invalid_value"),
+        ({"messages": [{"role": 7, "content": "a"}]}, "invalid_type"),
+        ({"messages": [{"role": "user", "content": 7}]}, "invalid_type"),
+    ],
+    ids=str,
+)
+def test_code_tells_a_wrong_type_from_a_value_out_of_range(live: LiveServer, fields: dict[str, Any], code: str) -> None:
+    assert error_of(live.post(CHAT, {"messages": USER, **fields}))["code"] == code
 
 
 def test_too_many_choices_are_refused(live: LiveServer) -> None:
@@ -168,12 +196,19 @@ def test_missing_field_is_named(live: LiveServer) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"model": NaN}', b"\xff\xfe", b'{"model": "a"} x', b'{"prompt": "\\ud800"}', b"[" * 100_000,
+    [b"", b"{", b'{"model": NaN}', b"\xff\xfe", b'{"model": "a", "messages": []} x', b'{"model": "\\ud800"}',
      b'{"tool_choice": ' + b"[" * 100_000],
-    ids=["empty", "cut", "nan", "not utf-8", "trailing", "half a surrogate", "nested", "nested in a field"],
+    ids=["empty", "cut", "nan", "not utf-8", "trailing", "half a surrogate", "nested in a field"],
 )  # fmt: skip
 def test_invalid_json_is_a_400(live: LiveServer, body: bytes) -> None:
-    error_of(live.client.post(CHAT, content=body))
+    assert error_of(live.client.post(CHAT, content=body))["code"] == "invalid_json"
+
+
+def test_invalid_json_is_shown_where_it_is(live: LiveServer) -> None:
+    body = b'{"model": "alphabet", "messages": [], "temperature": NaN, "seed": 1}'
+    assert error_of(live.client.post(CHAT, content=body))["message"].endswith(
+        '(byte 53), in: phabet", "messages": [], "temperature": NaN, "seed'
+    )
 
 
 def test_body_of_another_type_is_a_400(live: LiveServer) -> None:
@@ -190,6 +225,13 @@ def test_unknown_model_is_a_404(live: LiveServer, path: str) -> None:
 
 def test_unknown_path_is_a_404_in_the_same_shape(live: LiveServer) -> None:
     assert error_of(live.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+
+
+@pytest.mark.parametrize("path", [f"{CHAT}/", f"{COMPLETIONS}/", "/health/", "/metrics/"])
+def test_path_with_a_slash_at_its_end_is_unknown_and_not_redirected(live: LiveServer, path: str) -> None:
+    error = error_of(live.client.request("POST" if path.startswith("/v1") else "GET", path), 404)
+    assert error["code"] == "unknown_url"
+    assert path in error["message"]
 
 
 def test_wrong_method_is_a_405_that_says_what_is_allowed(live: LiveServer) -> None:

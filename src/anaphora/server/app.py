@@ -84,6 +84,8 @@ class OpenAIServer:
             },
             lifespan=self._lifespan,
         )
+        # A redirect would have no body, and most clients do not post again; a path too many is a 404 like any other.
+        self.app.router.redirect_slashes = False
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:

@@ -16,6 +16,11 @@ _T = TypeVar("_T")
 _AT_PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
+_WRONG_TYPE = re.compile(r", got `[^`]*`$")
+"""What is of the right type but out of its range is told without what was got."""
+_AT_BYTE = re.compile(r"\(byte (\d+)\)")
+_NUM_BYTES_BEFORE = 40
+_NUM_BYTES_AFTER = 10
 _MAX_NAME_SHOWN = 100
 
 
@@ -45,17 +50,28 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """Decode a body into the decoder's struct.
 
     Raises:
-        ApiError: 400 for what is no JSON, for wrong types, missing and unknown fields. Unknown ones at the top are
-            refused in OpenAI's words.
+        ApiError: 400 for what is no JSON, for wrong types, values out of their range, missing and unknown fields.
+            Unknown ones at the top are refused in OpenAI's words.
     """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}", code="invalid_json") from None
+        message = f"The request body is not valid JSON: {error}{_surroundings(str(error), body)}"
+        raise ApiError(400, message, code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _surroundings(problem: str, body: bytes) -> str:
+    """Where the fault is, in the body's own words: they tell the field, which a position does not."""
+    at = _AT_BYTE.search(problem)
+    if not at:
+        return ""
+    position = int(at.group(1))
+    around = body[max(0, position - _NUM_BYTES_BEFORE) : position + _NUM_BYTES_AFTER]
+    return f", in: {around.decode(errors='replace')}"
 
 
 def _explain(problem: str) -> ApiError:
@@ -72,10 +88,11 @@ def _explain(problem: str) -> ApiError:
         param = f"{path}.{missing.group(1)}" if path else missing.group(1)
         message = f"Missing required parameter: '{param}'."
         return ApiError(400, message, param=param, code="missing_required_parameter")
+    code = "invalid_type" if _WRONG_TYPE.search(problem) else "invalid_value"
     problem = problem[:1].lower() + problem[1:]
     if not path:
-        return ApiError(400, f"The request body is not as it should be: {problem}", code="invalid_type")
-    return ApiError(400, f"{path}: {problem}", param=path, code="invalid_type")
+        return ApiError(400, f"The request body is not as it should be: {problem}", code=code)
+    return ApiError(400, f"{path}: {problem}", param=path, code=code)
 
 
 def _shorten(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ MAX_N = 128
 MAX_CHOICES = 1024
 MAX_COMPLETION_LOGPROBS = 5
 COMPLETION_DEFAULT_MAX_TOKENS = 16
+ROLES = "system, developer, user or assistant"
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Salt = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -79,7 +80,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message, with all that a client gets back from OpenAI and sends again."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -204,10 +205,11 @@ def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Call:
     _require_neutral(body)
     _check_tools(body)
     if model.chat_template is None:
-        raise ApiError(400, f"The model '{body.model}' has no chat template; use /v1/completions.", param="messages")
+        raise ApiError(400, f"The model '{body.model}' has no chat template; use /v1/completions.", param="messages",
+                       code="unsupported_value")  # fmt: skip
     messages = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     if not messages:
-        raise bad_field("messages", "expected at least one message", code="empty_array")
+        raise bad_field("messages", "expected at least one message")
     try:
         text = model.chat_template.render(messages, tools=body.tools or None)
     except ChatTemplateError as error:
@@ -296,8 +298,10 @@ def _call(
 
 
 def _from_request_error(error: RequestError, field_names: dict[str, str], code: str = "invalid_value") -> ApiError:
-    param = field_names.get(error.param, error.param)
-    return ApiError(400, param + str(error).removeprefix(error.param), param=param, code=code)
+    # What follows the field's name may lead on to the place in it: "prompt[1]: -1 is no token id".
+    place, problem = str(error).removeprefix(error.param).split(":", 1)
+    param = field_names.get(error.param, error.param) + place
+    return ApiError(400, f"{param}:{problem}", param=param, code=code)
 
 
 def _require_neutral(body: _SampledRequest) -> None:
@@ -317,7 +321,9 @@ def _check_tools(body: ChatCompletionRequest) -> None:
 
 def _plain_message(message: Message, path: str) -> dict[str, Any]:
     if message.role in ("tool", "function"):
-        raise unsupported(f"{path}.role", "expected system, developer, user or assistant")
+        raise unsupported(f"{path}.role", f"expected {ROLES}")
+    if message.role not in ("system", "developer", "user", "assistant"):
+        raise bad_field(f"{path}.role", f"expected {ROLES}, got {message.role[:40]!r}")
     for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
         if getattr(message, name):
             raise unsupported(f"{path}.{name}", "leave it out")
@@ -361,8 +367,9 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Iterator[tuple[str, s
 def _pack(ids: Sequence[int], path: str) -> bytes:
     try:
         return tokens.pack(ids)
-    except ValueError as error:
-        raise bad_field(path, str(error)) from None
+    except ValueError as error:  # "token_ids[1]: ..."
+        place, problem = str(error).removeprefix("token_ids").split(": ", 1)
+        raise bad_field(path + place, problem) from None
 
 
 def _num_tokens(packed: bytes) -> int:
