@@ -11,6 +11,8 @@ from anaphora.model import LayerWeights, ModelShape, Weights
 from anaphora.model.shape import DivisorsRope, LinearRope, Llama3Rope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 LLAMA = ModelShape(
@@ -77,8 +79,13 @@ def random_weights(shape: ModelShape, seed: int = 0) -> Weights:
     return Weights(embedding, output, norm(hidden), layers)
 
 
-def dense_logits(shape: ModelShape, weights: Weights, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Logits of every token of one sequence, [n, vocab_size]."""
+def dense_logits(
+    shape: ModelShape,
+    weights: Weights,
+    tokens: NDArray[np.int32],
+    kept: Callable[[NDArray[np.float64]], NDArray[np.float64]] = lambda kv: kv,
+) -> NDArray[np.float64]:
+    """Logits of every token of one sequence, [n, vocab_size]. `kept` is what becomes of keys and values when stored."""
     num_tokens, group = len(tokens), shape.num_heads // shape.num_kv_heads
     age = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
     visible = (age >= 0) & (age < (shape.sliding_window or num_tokens))
@@ -98,9 +105,9 @@ def dense_logits(shape: ModelShape, weights: Weights, tokens: NDArray[np.int32])
             )
             if layer.q_norm is not None:
                 head_q, head_k = _rms_norm(head_q, layer.q_norm, shape), _rms_norm(head_k, layer.k_norm, shape)
-            scores = _rope(head_q, shape) @ _rope(head_k, shape).T / np.sqrt(shape.head_dim)
+            scores = _rope(head_q, shape) @ kept(_rope(head_k, shape)).T / np.sqrt(shape.head_dim)
             weight = np.where(visible, np.exp(scores - scores.max(axis=1, keepdims=True)), 0.0)
-            outputs.append(weight @ head_v / weight.sum(axis=1, keepdims=True))
+            outputs.append(weight @ kept(head_v) / weight.sum(axis=1, keepdims=True))
         x = x + np.concatenate(outputs, axis=1) @ layer.o.T
         normed = _rms_norm(x, layer.mlp_norm, shape)
         gate = normed @ layer.gate.T

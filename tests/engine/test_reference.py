@@ -2,83 +2,31 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from anaphora.engine import tiled_attention
-from anaphora.engine.executor import Batch, LayerGroup, Span
-from anaphora.engine.reference import BLOCK_SIZES, ReferenceExecutor
+from anaphora.engine.executor import LayerGroup
+from anaphora.engine.reference import ReferenceExecutor
 
+from . import executor_contract as contract
 from .dense_model import FAMILIES, LLAMA, dense_logits, random_weights
-
-NUM_TOKENS = 600  # more than two key tiles
-NUM_BLOCKS = 200
-
-# Layers of the size of a small real model, so that products take the library's blocked, threaded kernels.
-REAL_LAYER = replace(
-    LLAMA, num_layers=1, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64
-)
-EXACT = {name: FAMILIES[name] for name in ("llama", "mistral", "mistral, wide window", "qwen2", "qwen3")}
+from .executor_contract import BLOCK_SIZES, EXACT, NUM_BLOCKS, assert_same_bits, expected_logits, run, sequence
 
 
 @cache
-def executor(shape):
-    return ReferenceExecutor(shape, random_weights(shape))
+def reference(shape, poison=None):
+    weights = random_weights(shape)
+    if poison is not None:
+        weights.embedding[52] = poison
+    return ReferenceExecutor(shape, weights)
 
 
-def sequence(seed, num_tokens=NUM_TOKENS):
-    return np.random.default_rng(seed).integers(0, LLAMA.vocab_size, num_tokens, np.int32)
-
-
-def run(executor, tokens, table, start=0, stop=None):
-    """Logits of tokens[start:stop], as one span alone in its batch."""
-    span = Span(tokens[start:stop], start, [array("i", table)], num_logits=len(tokens[start:stop]))
-    return executor.execute(Batch([span])).logits[0]
-
-
-@cache
-def expected_logits(shape, seed, num_tokens=NUM_TOKENS):
-    """The whole sequence at once, alone, in fresh pages."""
-    executor(shape).allocate_kv(NUM_BLOCKS, 16)
-    return run(executor(shape), sequence(seed, num_tokens), range(1, NUM_BLOCKS))
-
-
-def assert_same_bits(actual, expected):
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
-
-
-def assert_same_bits_in_company(shape, block_size, num_sequences, seed):
-    """Compute sequences in a random schedule of random spans, in scattered pages full of other sequences' KV."""
-    random = Random(seed)
-    expected = [expected_logits(shape, i) for i in range(num_sequences)]
-    model = executor(shape)
-    blocks_each = -(-NUM_TOKENS // block_size)
-    blocks = random.sample(range(1, num_sequences * blocks_each + 1), num_sequences * blocks_each)
-    tables = [array("i", blocks[i * blocks_each : (i + 1) * blocks_each]) for i in range(num_sequences)]
-    model.allocate_kv(len(blocks), block_size)
-    for i, table in enumerate(tables):
-        run(model, sequence(100 + i, blocks_each * block_size), random.sample(table, blocks_each))
-
-    computed = [0] * num_sequences
-    while unfinished := [i for i in range(num_sequences) if computed[i] < NUM_TOKENS]:
-        members = random.sample(unfinished, random.randint(1, len(unfinished)))
-        stops = [min(computed[i] + random.choice([1, 1, 7, 64, 200, 600]), NUM_TOKENS) for i in members]
-        spans = [
-            Span(sequence(i)[computed[i] : stop], computed[i], [tables[i]], num_logits=stop - computed[i])
-            for i, stop in zip(members, stops, strict=True)
-        ]
-        output = model.execute(Batch(spans))
-        for i, stop, logits in zip(members, stops, output.logits, strict=True):
-            assert_same_bits(logits, expected[i][computed[i] : stop])
-            computed[i] = stop
+@pytest.fixture(scope="module")
+def build():
+    return reference
 
 
 class TestIsRight:
@@ -86,131 +34,32 @@ class TestIsRight:
     def test_agrees_with_a_dense_forward_in_float64(self, family):
         shape = FAMILIES[family]
         dense = dense_logits(shape, random_weights(shape), sequence(0))
-        np.testing.assert_allclose(expected_logits(shape, 0), dense, rtol=0, atol=2e-4 * np.abs(dense).max())
-
-    def test_returns_the_last_rows_of_each_span_as_asked(self):
-        model = executor(LLAMA)
-        model.allocate_kv(NUM_BLOCKS, 16)
-        tokens, expected = sequence(0)[:50], expected_logits(LLAMA, 0)
-        model.allocate_kv(NUM_BLOCKS, 16)
-        spans = [
-            Span(tokens, 0, [array("i", range(1 + 4 * i, 5 + 4 * i))], num_logits=num_logits)
-            for i, num_logits in enumerate([1, 0, 50, 3])
-        ]
-        one, none, everything, three = model.execute(Batch(spans)).logits
-        assert none is None
-        assert_same_bits(one, expected[49:50])
-        assert_same_bits(everything, expected[:50])
-        assert_same_bits(three, expected[47:50])
-
-    def test_returns_no_logits_when_none_are_wanted(self):
-        model = executor(LLAMA)
-        model.allocate_kv(NUM_BLOCKS, 16)
-        assert model.execute(Batch([Span(sequence(0)[:9], 0, [array("i", [1])], num_logits=0)])).logits == [None]
-        assert model.execute(Batch([])).logits == []
+        actual = expected_logits(reference, shape, 0)
+        np.testing.assert_allclose(actual, dense, rtol=0, atol=2e-4 * np.abs(dense).max())
 
 
-@pytest.mark.parametrize("family", EXACT)
-class TestSameBits:
-    @settings(deadline=None, max_examples=15)
-    @given(data=st.data())
-    def test_however_a_sequence_is_cut_into_spans(self, family, data):
-        shape, tokens = EXACT[family], sequence(0)
-        expected, model = expected_logits(shape, 0), executor(shape)
-        cuts = data.draw(st.lists(st.integers(1, NUM_TOKENS - 1), max_size=20, unique=True).map(sorted))
-        block_size = data.draw(st.sampled_from(BLOCK_SIZES))
-        model.allocate_kv(NUM_BLOCKS, block_size)
-        for start, stop in pairwise([0, *cuts, NUM_TOKENS]):
-            assert_same_bits(run(model, tokens, range(1, NUM_BLOCKS), start, stop), expected[start:stop])
+class TestReturnsLogits(contract.ReturnsLogits):
+    pass
 
-    def test_computed_token_by_token(self, family):
-        shape, tokens = EXACT[family], sequence(0)
-        expected, model = expected_logits(shape, 0), executor(shape)
-        model.allocate_kv(NUM_BLOCKS, 32)
-        run(model, tokens, range(1, NUM_BLOCKS), 0, 240)
-        for position in range(240, 280):
-            logits = run(model, tokens, range(1, NUM_BLOCKS), position, position + 1)
-            assert_same_bits(logits, expected[position : position + 1])
 
-    @settings(deadline=None, max_examples=8)
-    @given(block_size=st.sampled_from(BLOCK_SIZES), num_sequences=st.integers(2, 6), seed=st.integers(0, 2**32 - 1))
-    def test_in_any_company_in_any_order_in_any_blocks_that_others_used_before(
-        self, family, block_size, num_sequences, seed
-    ):
-        assert_same_bits_in_company(EXACT[family], block_size, num_sequences, seed)
-
-    def test_after_a_prefix_was_copied_to_other_blocks(self, family):
-        shape, tokens = EXACT[family], sequence(0)
-        expected, model = expected_logits(shape, 0), executor(shape)
-        model.allocate_kv(NUM_BLOCKS, 16)
-        run(model, tokens, range(1, 100), 0, 320)
-        copies = [*range(150, 130, -1)]
-        model.copy_blocks(list(zip(range(1, 21), copies, strict=True)))
-        run(model, sequence(7), range(1, 100))  # overwrites the originals
-        assert_same_bits(run(model, tokens, [*copies, *range(160, 180)], 320), expected[320:])
-
+class TestSameBits(contract.SameBits):
+    @contract.each_family
     def test_whatever_part_of_the_queries_is_in_memory_at_once(self, family, monkeypatch):
         shape = EXACT[family]
-        expected, model = expected_logits(shape, 0), executor(shape)
+        expected, model = expected_logits(reference, shape, 0), reference(shape)
         monkeypatch.setattr(tiled_attention, "QUERY_BLOCK", 37)
         model.allocate_kv(NUM_BLOCKS, 16)
         assert_same_bits(run(model, sequence(0), range(1, 100)), expected)
 
 
-class TestSameBitsAtRealSize:
-    def test_in_spans_and_alone(self):
-        expected, model = expected_logits(REAL_LAYER, 0), executor(REAL_LAYER)
-        model.allocate_kv(NUM_BLOCKS, 64)
-        cuts = [0, 1, 9, 26, 250, 257, 258, 388, 551, NUM_TOKENS]
-        for start, stop in pairwise(cuts):
-            assert_same_bits(run(model, sequence(0), range(1, 20), start, stop), expected[start:stop])
-
-    def test_in_company(self):
-        assert_same_bits_in_company(REAL_LAYER, block_size=16, num_sequences=4, seed=0)
-
-
-class TestPages:
-    def test_a_prefix_computed_for_one_sequence_serves_another(self):
-        model, first = executor(LLAMA), sequence(0)
-        second = np.concatenate([first[:256], sequence(1)[:44]])
-        model.allocate_kv(NUM_BLOCKS, 16)
-        cold = run(model, second, range(1, NUM_BLOCKS))
-        model.allocate_kv(NUM_BLOCKS, 16)
-        run(model, first, range(1, 100))
-        warm = run(model, second, [*range(1, 17), *range(120, 140)], 256)
-        assert_same_bits(warm, cold[256:])
-
-    @pytest.mark.parametrize("poison", [np.nan, np.inf])
-    def test_a_sequence_whose_numbers_break_down_leaves_others_untouched(self, poison):
-        weights = random_weights(LLAMA)
-        weights.embedding[52] = poison
-        model = ReferenceExecutor(LLAMA, weights)
-        tokens = sequence(0)[:100] % 52
-        model.allocate_kv(8, 16)
-        expected = run(model, tokens, range(1, 9))
-        model.allocate_kv(8, 16)
-        broken = run(model, np.full(128, 52, np.int32), range(1, 9))
-        assert not np.isfinite(broken).any()
-        assert_same_bits(run(model, tokens, range(1, 9)), expected)
-
-    def test_copies_are_made_one_after_the_other_so_a_copy_can_be_copied(self):
-        model, tokens = executor(LLAMA), sequence(0)[:16]
-        model.allocate_kv(5, 16)
-        run(model, tokens, [1])
-        model.copy_blocks([(1, 2), (2, 3)])
-        follow_up = np.append(tokens, np.int32(5))
-        assert_same_bits(run(model, follow_up, [3, 4], 16), run(model, follow_up, [1, 5])[16:])
-
-    def test_no_pairs_is_no_copy(self):
-        model = executor(LLAMA)
-        model.allocate_kv(4, 16)
-        model.copy_blocks([])
+class TestUsesPages(contract.UsesPages):
+    pass
 
 
 class TestDescribesItself:
     def test_sizes_come_from_the_shape(self):
         shape = FAMILIES["qwen3"]
-        model = executor(shape)
+        model = reference(shape)
         assert model.vocab_size == 53
         assert model.max_context == 2048
         assert model.block_sizes == BLOCK_SIZES == (16, 32, 64, 128)
@@ -218,57 +67,10 @@ class TestDescribesItself:
 
     def test_numerics_id_names_what_the_bits_depend_on(self):
         numerics_id = ReferenceExecutor(LLAMA, random_weights(LLAMA)).numerics_id
-        assert numerics_id == executor(LLAMA).numerics_id
+        assert numerics_id == reference(LLAMA).numerics_id
         assert numerics_id.startswith("reference-float32-rows")
         assert f"-keys{tiled_attention.KEY_TILE}-" in numerics_id
 
 
-class TestRefuses:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"tokens": np.array([], np.int32)}, r"spans\[1\].tokens: expected int32"),
-            ({"tokens": np.array([1, 2], np.int64)}, r"spans\[1\].tokens: expected int32"),
-            ({"tokens": np.array([[1]], np.int32)}, r"spans\[1\].tokens: expected int32"),
-            ({"tokens": np.array([1, 53], np.int32)}, r"spans\[1\].tokens: id 53 .* 0 \.\. 52"),
-            ({"tokens": np.array([-1, 5], np.int32)}, r"spans\[1\].tokens: id -1 .* 0 \.\. 52"),
-            ({"start": -1}, r"spans\[1\].start: positions -1 \.\. 18 .* 0 \.\. 2047"),
-            ({"start": 2040}, r"spans\[1\].start: positions 2040 \.\. 2059 .* 0 \.\. 2047"),
-            ({"start": 13}, r"spans\[1\].block_tables\[0\]: 33 tokens need 3 blocks of 16, got 2"),
-            ({"block_tables": []}, r"spans\[1\].block_tables: expected 1 table"),
-            ({"block_tables": [array("i", [3, 9])]}, r"spans\[1\].block_tables\[0\]: block 9 .* 1 \.\. 8"),
-            ({"block_tables": [array("i", [0, 3])]}, r"spans\[1\].block_tables\[0\]: block 0 .* 1 \.\. 8"),
-            ({"num_logits": 21}, r"spans\[1\].num_logits: 21 .* 0 \.\. 20"),
-            ({"num_logits": -1}, r"spans\[1\].num_logits: -1 .* 0 \.\. 20"),
-            ({"adapter": "lora"}, r"spans\[1\].adapter: 'lora'"),
-        ],
-    )
-    def test_a_bad_span_naming_its_field_before_anything_is_written(self, change, message):
-        model = executor(LLAMA)
-        model.allocate_kv(8, 16)
-        good = Span(sequence(0)[:20], 0, [array("i", [1, 2])])
-        follow_up = Span(sequence(0)[20:21], 20, [array("i", [1, 2])])
-        before = model.execute(Batch([follow_up])).logits[0]
-        with pytest.raises(ValueError, match=message):
-            model.execute(Batch([good, replace(Span(sequence(1)[:20], 0, [array("i", [3, 4])]), **change)]))
-        assert_same_bits(model.execute(Batch([follow_up])).logits[0], before)
-
-    @pytest.mark.parametrize("pair", [(1, 0), (1, 9), (9, 1), (-1, 1)])
-    def test_copies_of_blocks_that_do_not_exist(self, pair):
-        model = executor(LLAMA)
-        model.allocate_kv(8, 16)
-        with pytest.raises(ValueError, match=rf"pairs: \({pair[0]}, {pair[1]}\)"):
-            model.copy_blocks([(1, 2), pair])
-
-    def test_pages_of_other_sizes(self):
-        with pytest.raises(ValueError, match=r"block_size: 24 .* \(16, 32, 64, 128\)"):
-            executor(LLAMA).allocate_kv(8, 24)
-        with pytest.raises(ValueError, match=r"num_blocks: 0 .* at least 1"):
-            executor(LLAMA).allocate_kv(0, 16)
-
-    def test_work_before_there_are_pages(self):
-        model = ReferenceExecutor(LLAMA, random_weights(LLAMA))
-        with pytest.raises(RuntimeError, match="allocate_kv"):
-            model.execute(Batch([]))
-        with pytest.raises(RuntimeError, match="allocate_kv"):
-            model.copy_blocks([(1, 2)])
+class TestRefuses(contract.Refuses):
+    pass

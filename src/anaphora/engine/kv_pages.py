@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from anaphora.engine.validation import check_copies
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -55,12 +57,7 @@ class KVPages:
         Raises:
             ValueError: a page that does not exist, or the null block as the target.
         """
-        for source, target in pairs:
-            if not (0 <= source <= self.num_blocks and 1 <= target <= self.num_blocks):
-                raise ValueError(
-                    f"pairs: ({source}, {target}) is not allowed; the source must be 0 .. {self.num_blocks}, "
-                    f"the target 1 .. {self.num_blocks}"
-                )
+        check_copies(pairs, self.num_blocks)
         for source, target in pairs:
             self._keys[:, :, :, target] = self._keys[:, :, :, source]
             self._values[:, :, target] = self._values[:, :, source]

@@ -18,6 +18,7 @@ from anaphora.engine.executor import LayerGroup, Output
 from anaphora.engine.invariant_math import InvariantProduct, rms_norm, silu
 from anaphora.engine.kv_pages import KVPages
 from anaphora.engine.tiled_attention import KEY_TILE, QUERY_BLOCK, KeyTile, attend, plan_tiles
+from anaphora.engine.validation import check_batch, check_pages
 from anaphora.engine.workers import Workers
 
 if TYPE_CHECKING:
@@ -111,10 +112,7 @@ class ReferenceExecutor:
         Raises:
             ValueError: num_blocks below 1, or a block size that is not in `block_sizes`.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks: {num_blocks} is not allowed; it must be at least 1")
-        if block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size: {block_size} is not allowed; it must be one of {BLOCK_SIZES}")
+        check_pages(num_blocks, block_size, BLOCK_SIZES)
         shape = self._shape
         self._pages = KVPages(shape.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, block_size)
 
@@ -137,8 +135,13 @@ class ReferenceExecutor:
             RuntimeError: there are no pages yet.
         """
         pages = self._allocated_pages()
-        for index, span in enumerate(batch.spans):
-            self._validate(f"spans[{index}]", span, pages)
+        check_batch(
+            batch,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+            num_blocks=pages.num_blocks,
+            block_size=pages.block_size,
+        )
         if not batch.spans:
             return Output([])
         sequences, num_rows = [], 0
@@ -213,37 +216,6 @@ class ReferenceExecutor:
         if self._pages is None:
             raise RuntimeError("there are no KV pages yet; call allocate_kv first")
         return self._pages
-
-    def _validate(self, name: str, span: Span, pages: KVPages) -> None:
-        tokens, shape = span.tokens, self._shape
-        if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype == np.int32 and len(tokens)):
-            raise ValueError(f"{name}.tokens: expected int32 [n] with n >= 1")
-        lowest, highest = int(tokens.min()), int(tokens.max())
-        if lowest < 0 or highest >= shape.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"{name}.tokens: id {wrong} is not allowed; ids are 0 .. {shape.vocab_size - 1}")
-        end = span.start + len(tokens)
-        if span.start < 0 or end > shape.max_context:
-            raise ValueError(
-                f"{name}.start: positions {span.start} .. {end - 1} are not allowed; "
-                f"this model's are 0 .. {shape.max_context - 1}"
-            )
-        if not 0 <= span.num_logits <= len(tokens):
-            raise ValueError(f"{name}.num_logits: {span.num_logits} is not allowed; it must be 0 .. {len(tokens)}")
-        if span.adapter is not None:
-            raise ValueError(f"{name}.adapter: {span.adapter!r} is not allowed; this executor runs no adapters")
-        if len(span.block_tables) != 1:
-            raise ValueError(f"{name}.block_tables: expected 1 table (one layer group), got {len(span.block_tables)}")
-        num_needed = -(-end // pages.block_size)
-        table = span.block_tables[0]
-        if len(table) < num_needed:
-            raise ValueError(
-                f"{name}.block_tables[0]: {end} tokens need {num_needed} blocks of {pages.block_size}, got {len(table)}"
-            )
-        needed = table[:num_needed]
-        if min(needed) < 1 or max(needed) > pages.num_blocks:
-            wrong = min(needed) if min(needed) < 1 else max(needed)
-            raise ValueError(f"{name}.block_tables[0]: block {wrong} is not allowed; ids are 1 .. {pages.num_blocks}")
 
     def _describe_numerics(self) -> str:
         blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]

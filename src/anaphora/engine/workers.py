@@ -27,7 +27,7 @@ class Workers:
     """`num_threads` threads, the caller's among them; by default one for each CPU that this process may use."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self.num_threads = num_threads or min(MAX_THREADS, _num_cpus())
+        self.num_threads = num_threads or default_num_threads()
         self._pool = ThreadPoolExecutor(self.num_threads - 1, "anaphora-worker") if self.num_threads > 1 else None
         self._blas = ThreadpoolController()
 
@@ -51,8 +51,10 @@ class Workers:
         return [first, *results]
 
 
-def _num_cpus() -> int:
+def default_num_threads() -> int:
+    """Return the number of CPUs that this process may use, at most MAX_THREADS."""
     try:
-        return len(os.sched_getaffinity(0))
+        num_cpus = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        return os.cpu_count() or 1
+        num_cpus = os.cpu_count() or 1
+    return min(MAX_THREADS, num_cpus)

@@ -1,0 +1,345 @@
+// What Python calls, by ctypes: build an engine from float32 weights, make pages, run steps. Arguments were checked
+// there; a return value of 0 (null) says that memory or threads ran out.
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <vector>
+
+#include "layout.h"
+#include "team.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__BYTE_ORDER__)
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs have their first number in the low half");
+#endif
+
+namespace anaphora {
+namespace {
+
+// Zeroed memory; the large ones on huge pages where the system has them, since a step reads all weights.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t size_bytes) {
+    const size_t alignment = size_bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
+    start_ = std::calloc(1, size_bytes + alignment);
+    if (!start_) throw std::bad_alloc();
+    aligned_ = (void*)round_up((int64_t)start_, alignment);
+#if defined(__linux__)
+    if (alignment == HUGE_PAGE) madvise(aligned_, size_bytes, MADV_HUGEPAGE);
+#endif
+  }
+  Memory(Memory&& other) noexcept { *this = static_cast<Memory&&>(other); }
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(start_, other.start_);
+    std::swap(aligned_, other.aligned_);
+    return *this;
+  }
+  ~Memory() { std::free(start_); }
+  template <typename T>
+  T* as() const {
+    return (T*)aligned_;
+  }
+
+ private:
+  static constexpr size_t HUGE_PAGE = 2 << 20;
+  void *start_ = nullptr, *aligned_ = nullptr;
+};
+
+uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+struct LayerPointers {  // the same fields as _LayerPointers in library.py: float32, null where the model has none
+  const float *attention_norm, *q, *k, *v, *o, *mlp_norm, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *q_norm,
+      *k_norm;
+};
+
+struct Packing {
+  Matrix matrix;
+  const std::vector<const float*>& rows;
+  int64_t num_inputs;
+};
+
+void pack_strips(void* context, Team& team) {
+  const Packing& packing = *(const Packing*)context;
+  const Matrix& matrix = packing.matrix;
+  for (int64_t s = team.claim(); s < matrix.num_strips; s = team.claim()) {
+    for (int64_t lane = 0; lane < STRIP && s * STRIP + lane < (int64_t)packing.rows.size(); ++lane) {
+      const float* row = packing.rows[s * STRIP + lane];
+      uint16_t* to = (uint16_t*)(matrix.pairs + s * matrix.num_pairs * STRIP + lane);
+      for (int64_t i = 0; row && i < packing.num_inputs; ++i) to[i / 2 * STRIP * 2 + i % 2] = to_bf16(row[i]);
+    }
+  }
+}
+
+}  // namespace
+
+class Engine {
+ public:
+  Engine(const Path& path, const Sizes& sizes, int num_threads) : path_(path), team_(num_threads), layers_(sizes.num_layers) {
+    model_.sizes = sizes;
+    model_.layers = layers_.data();
+  }
+
+  void load(const float* embedding, const float* output, const float* final_norm, const float* cosines,
+            const float* sines) {
+    const Sizes& sizes = model_.sizes;
+    model_.embedding = pack(rows_of({{embedding, sizes.vocab}}, sizes.hidden), sizes.hidden);
+    model_.head = output ? pack(rows_of({{output, sizes.vocab}}, sizes.hidden), sizes.hidden) : model_.embedding;
+    model_.final_norm = copy(final_norm, sizes.hidden);
+    model_.cosines = copy(cosines, (int64_t)sizes.max_context * (sizes.head_dim / 2));
+    model_.sines = copy(sines, (int64_t)sizes.max_context * (sizes.head_dim / 2));
+  }
+
+  void load_layer(int number, const LayerPointers& from) {
+    const Sizes& sizes = model_.sizes;
+    const int64_t q = sizes.heads * sizes.head_dim, kv = sizes.kv_heads * sizes.head_dim;
+    Layer& layer = layers_[number];
+    layer.qkv = pack(rows_of({{from.q, q}, {from.k, kv}, {from.v, kv}}, sizes.hidden), sizes.hidden);
+    layer.o = pack(rows_of({{from.o, sizes.hidden}}, q), q);
+    std::vector<const float*> halves;
+    for (int64_t first = 0; first < sizes.intermediate; first += LANES)
+      for (const float* matrix : {from.gate, from.up})
+        for (int64_t i = first; i < first + LANES; ++i)
+          halves.push_back(i < sizes.intermediate ? matrix + i * sizes.hidden : nullptr);
+    layer.gate_up = pack(halves, sizes.hidden);
+    layer.down = pack(rows_of({{from.down, sizes.hidden}}, sizes.intermediate), sizes.intermediate);
+    layer.attention_norm = copy(from.attention_norm, sizes.hidden);
+    layer.mlp_norm = copy(from.mlp_norm, sizes.hidden);
+    layer.q_norm = copy(from.q_norm, sizes.head_dim);
+    layer.k_norm = copy(from.k_norm, sizes.head_dim);
+    layer.qkv_bias = nullptr;
+    if (from.q_bias || from.k_bias || from.v_bias) {
+      layer.qkv_bias = keep(round_up(q + 2 * kv, STRIP) * sizeof(float)).as<float>();
+      if (from.q_bias) std::memcpy(layer.qkv_bias, from.q_bias, q * sizeof(float));
+      if (from.k_bias) std::memcpy(layer.qkv_bias + q, from.k_bias, kv * sizeof(float));
+      if (from.v_bias) std::memcpy(layer.qkv_bias + q + kv, from.v_bias, kv * sizeof(float));
+    }
+  }
+
+  void allocate_pages(int num_blocks, int block_size) {
+    pages_ = Memory();
+    model_.pages = {nullptr, num_blocks, block_size};
+    pages_ = Memory((size_t)model_.sizes.num_layers * (num_blocks + 1) * model_.page_pairs() * sizeof(uint32_t));
+    model_.pages.pairs = pages_.as<uint32_t>();
+  }
+
+  void copy_block(int from, int to) {
+    for (int layer = 0; layer < model_.sizes.num_layers; ++layer)
+      std::memcpy(model_.cell(layer, to, 0, 0), model_.cell(layer, from, 0, 0),
+                  model_.page_pairs() * sizeof(uint32_t));
+  }
+
+  // spans: per span start, number of tokens, wanted logits, and where in `tables` its table begins.
+  void execute(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables, float* logits) {
+    plan(tokens, spans, num_spans, tables);
+    make_room();
+    step_.logits = logits;
+    struct Call {
+      const Path& path;
+      const Step& step;
+    } call{path_, step_};
+    team_.run([](void* context, Team& team) { ((Call*)context)->path.forward(((Call*)context)->step, team); }, &call);
+  }
+
+
+ private:
+  static constexpr int64_t PIECE_ROWS = 48;          // of one work item of attention; the keys stay in cache for them
+  static constexpr int64_t PIECES_FOR_A_THREAD = 4;  // fewer, and their tiles are shared among the threads
+
+  struct Rows {
+    const float* start;
+    int64_t count;
+  };
+
+  static std::vector<const float*> rows_of(std::initializer_list<Rows> matrices, int64_t num_inputs) {
+    std::vector<const float*> rows;
+    for (const Rows& matrix : matrices)
+      for (int64_t i = 0; i < matrix.count; ++i) rows.push_back(matrix.start + i * num_inputs);
+    return rows;
+  }
+
+  Memory& keep(size_t size_bytes) { return kept_.emplace_back(size_bytes); }
+
+  float* copy(const float* from, int64_t count) {
+    if (!from) return nullptr;
+    float* to = keep(round_up(count, STRIP) * sizeof(float)).as<float>();
+    std::memcpy(to, from, count * sizeof(float));
+    return to;
+  }
+
+  // rows: the outputs' weights in the order of the strips' lanes, null for none.
+  Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs) {
+    Matrix matrix{nullptr, (int32_t)ceil_div(rows.size(), STRIP), (int32_t)ceil_div(num_inputs, 2)};
+    matrix.pairs = keep((size_t)matrix.num_strips * matrix.num_pairs * STRIP * sizeof(uint32_t)).as<uint32_t>();
+    Packing packing{matrix, rows, num_inputs};
+    team_.run(pack_strips, &packing);
+    return matrix;
+  }
+
+  void plan(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables) {
+    const Sizes& sizes = model_.sizes;
+    const int64_t group = sizes.heads / sizes.kv_heads;
+    const int32_t piece_tokens = (int32_t)(group < PIECE_ROWS ? PIECE_ROWS / group : 1);
+    rows_.clear(), spans_.clear(), pieces_.clear(), tile_pieces_.clear(), logit_rows_.clear();
+    num_partials_ = 0;
+    for (int32_t s = 0; s < num_spans; ++s) {
+      const auto [start, count, num_logits, table] = spans[s];
+      const int32_t first_row = (int32_t)rows_.size();
+      spans_.push_back({start, count, first_row, tables + table});
+      for (int32_t i = 0; i < count; ++i) rows_.push_back({tokens[first_row + i], start + i, s});
+      for (int32_t i = count - num_logits; i < count; ++i) logit_rows_.push_back(first_row + i);
+      for (int32_t first = 0; first < count; first += piece_tokens) {
+        const int32_t length = count - first < piece_tokens ? count - first : piece_tokens;
+        const int32_t oldest = sizes.window && start + first >= sizes.window ? start + first - sizes.window + 1 : 0;
+        const int32_t first_tile = oldest / KEY_TILE, stop_tile = (start + first + length - 1) / KEY_TILE + 1;
+        pieces_.push_back({s, first, length, first_tile, stop_tile, num_partials_});
+        num_partials_ += (int64_t)(stop_tile - first_tile) * length * sizes.heads;
+      }
+    }
+    const int64_t num_items = (int64_t)pieces_.size() * sizes.kv_heads;
+    step_.keeps_partials = team_.size() > 1 && num_items < PIECES_FOR_A_THREAD * team_.size();
+    if (step_.keeps_partials)
+      for (int32_t p = 0; p < (int32_t)pieces_.size(); ++p)
+        for (int32_t tile = pieces_[p].first_tile; tile < pieces_[p].stop_tile; ++tile) tile_pieces_.push_back({p, tile});
+    else
+      num_partials_ = 0;
+
+    step_.model = &model_;
+    step_.num_rows = (int32_t)rows_.size();
+    step_.num_spans = num_spans;
+    step_.num_pieces = (int32_t)pieces_.size();
+    step_.num_logits = (int32_t)logit_rows_.size();
+    step_.num_tile_pieces = (int64_t)tile_pieces_.size();
+    step_.rows = rows_.data();
+    step_.spans = spans_.data();
+    step_.pieces = pieces_.data();
+    step_.tile_pieces = tile_pieces_.data();
+    step_.logit_rows = logit_rows_.data();
+  }
+
+  void make_room() {
+    const Sizes& sizes = model_.sizes;
+    const int64_t rows = step_.num_rows, operand = path_.operand_bytes;
+    step_.hidden_stride = round_up(sizes.hidden, STRIP);
+    step_.projected_stride = round_up((sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, STRIP);
+    step_.attended_stride = round_up(sizes.heads * sizes.head_dim, STRIP);
+    step_.activated_stride = round_up(sizes.intermediate, STRIP);
+    step_.query_stride = model_.value_dims();
+    step_.partial_stride = LANES + model_.value_dims();
+    step_.hidden = hidden_.of<float>(rows * step_.hidden_stride * 4);
+    step_.projected = projected_.of<float>(rows * step_.projected_stride * 4);
+    step_.normed = normed_.of<void>(rows * step_.hidden_stride * operand);
+    step_.queries = queries_.of<void>(rows * sizes.heads * step_.query_stride * operand);
+    step_.attended = attended_.of<void>(rows * step_.attended_stride * operand);
+    step_.activated = activated_.of<void>(rows * step_.activated_stride * operand);
+    step_.partials = partials_.of<float>(num_partials_ * step_.partial_stride * 4);
+  }
+
+  // Room that grows to the largest step so far.
+  class Buffer {
+   public:
+    template <typename T>
+    T* of(size_t size_bytes) {
+      if (size_bytes > size_bytes_) {
+        memory_ = Memory();
+        size_bytes_ = 0;
+        memory_ = Memory(size_bytes);
+        size_bytes_ = size_bytes;
+      }
+      return memory_.as<T>();
+    }
+
+   private:
+    Memory memory_;
+    size_t size_bytes_ = 0;
+  };
+
+  const Path& path_;
+  Team team_;
+  Model model_{};
+  std::vector<Layer> layers_;
+  std::vector<Memory> kept_;
+  Memory pages_;
+
+  Step step_{};
+  std::vector<Row> rows_;
+  std::vector<Span> spans_;
+  std::vector<Piece> pieces_;
+  std::vector<TilePiece> tile_pieces_;
+  std::vector<int32_t> logit_rows_;
+  int64_t num_partials_ = 0;
+  Buffer hidden_, projected_, normed_, queries_, attended_, activated_, partials_;
+};
+
+}  // namespace anaphora
+
+using anaphora::Engine;
+
+// Run `body`; 0 if memory or threads ran out.
+template <typename Body>
+static int guarded(Body body) {
+  try {
+    body();
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+extern "C" {
+
+// The paths of this build that the processor can run, best first, separated by spaces.
+const char* anaphora_paths() {
+#if defined(__x86_64__)
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx2 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return "avx512-bf16 avx2 portable";
+  if (has_avx2) return "avx2 portable";
+#endif
+  return "portable";
+}
+
+// An engine for one of those paths, its weights still to be loaded.
+Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads) {
+  const anaphora::Path* chosen = &anaphora::portable_path;
+#if defined(__x86_64__)
+  for (const anaphora::Path* other : {&anaphora::avx2_path, &anaphora::avx512_bf16_path})
+    if (!std::strcmp(path, other->name)) chosen = other;
+#endif
+  Engine* engine = nullptr;
+  guarded([&] { engine = new Engine(*chosen, *sizes, num_threads); });
+  return engine;
+}
+
+void anaphora_destroy(Engine* engine) { delete engine; }
+
+int anaphora_load(Engine* engine, const float* embedding, const float* output, const float* final_norm,
+                  const float* cosines, const float* sines) {
+  return guarded([&] { engine->load(embedding, output, final_norm, cosines, sines); });
+}
+
+int anaphora_load_layer(Engine* engine, int number, const anaphora::LayerPointers* pointers) {
+  return guarded([&] { engine->load_layer(number, *pointers); });
+}
+
+int anaphora_allocate_pages(Engine* engine, int num_blocks, int block_size) {
+  return guarded([&] { engine->allocate_pages(num_blocks, block_size); });
+}
+
+void anaphora_copy_block(Engine* engine, int from, int to) { engine->copy_block(from, to); }
+
+int anaphora_execute(Engine* engine, const int32_t* tokens, const int32_t (*spans)[4], int num_spans,
+                     const int32_t* tables, float* logits) {
+  return guarded([&] { engine->execute(tokens, spans, num_spans, tables, logits); });
+}
+
+}  // extern "C"

@@ -1,0 +1,198 @@
+// Attention over paged keys and values, in key tiles counted from the sequence's start. Included by forward.h.
+//
+// The rows of a piece are its tokens times the query heads of one KV head: row r is token r / group, head r % group.
+// Each row gets a partial result for each key tile that it sees (maximum, sum, mixed values), computed from nothing, and
+// these are merged from first to last. Whether a partial is merged at once or kept and merged later, and by which
+// thread, does not show in the bits.
+
+namespace anaphora::ANAPHORA_PATH {
+namespace {
+
+constexpr int PARTIAL_HEAD = LANES;  // floats before a partial's values: its maximum and sum, then none
+
+struct Visible {  // tokens first .. stop - 1
+  int64_t first, stop;
+};
+
+INLINE Visible visible(const Model& model, int64_t position) {
+  const int64_t window = model.sizes.window;
+  return {window && position >= window ? position - window + 1 : 0, position + 1};
+}
+
+INLINE bool sees(Visible seen, int64_t tile_start) {
+  return seen.first < tile_start + KEY_TILE && seen.stop > tile_start;
+}
+
+// Where one KV head's keys and values of one key tile lie, up to token `stop`.
+struct TileView {
+  const Model& model;
+  int64_t start;
+  const uint32_t* cells[TILE_CELLS];
+
+  TileView(const Model& model, int64_t layer, int64_t kv_head, int64_t tile, const int32_t* table, int64_t stop)
+      : model(model), start(tile * KEY_TILE) {
+    const int64_t per_block = model.pages.block_size / CELL_TOKENS;
+    for (int64_t i = 0; i < TILE_CELLS && start + i * CELL_TOKENS < stop; ++i) {
+      const int64_t number = tile * TILE_CELLS + i;
+      cells[i] = model.cell(layer, table[number / per_block], kv_head, number % per_block);
+    }
+  }
+};
+
+// The partial results of R rows for one tile; queries have a stride of their own, `seen` and `partial` one entry a row.
+template <int R>
+void partial_results(const TileView& view, const Operand* queries, int64_t query_stride, const Visible* seen,
+                     float* partial, int64_t partial_stride) {
+  const Model& model = view.model;
+  const int64_t start = view.start, dims = model.value_dims();
+  int64_t first = start + KEY_TILE, stop = start;
+  for (int r = 0; r < R; ++r) {
+    if (!sees(seen[r], start)) continue;
+    first = seen[r].first < first ? seen[r].first : first;
+    stop = seen[r].stop > stop ? seen[r].stop : stop;
+  }
+  if (first >= stop) return;
+  // Cells that only neighbours see are computed too: masked, they add exactly nothing.
+  const int64_t first_cell = first <= start ? 0 : (first - start) / CELL_TOKENS;
+  const int64_t stop_cell = stop >= start + KEY_TILE ? TILE_CELLS : ceil_div(stop - start, CELL_TOKENS);
+
+  alignas(64) float scores[R][KEY_TILE];
+  for (int64_t c = first_cell; c < stop_cell; ++c) {
+    F32 acc[R][1];
+    clear(acc);
+    accumulate(acc, view.cells[c], CELL_TOKENS, model.sizes.head_dim / 2, queries, query_stride);
+    for (int r = 0; r < R; ++r) store(scores[r] + c * CELL_TOKENS, acc[r][0]);
+  }
+
+  alignas(64) Operand weights[R][KEY_TILE];
+  for (int r = 0; r < R; ++r) {
+    for (int64_t t = first_cell * CELL_TOKENS; t < stop_cell * CELL_TOKENS && start + t < seen[r].first; ++t)
+      scores[r][t] = -__builtin_inff();
+    for (int64_t t = stop_cell * CELL_TOKENS - 1; t >= first_cell * CELL_TOKENS && start + t >= seen[r].stop; --t)
+      scores[r][t] = -__builtin_inff();
+    F32 maximum = splat(-__builtin_inff()), total = splat(0);
+    for (int64_t c = first_cell; c < stop_cell; ++c) maximum = larger(maximum, load(scores[r] + c * CELL_TOKENS));
+    const float row_maximum = largest(maximum);
+    for (int64_t c = first_cell; c < stop_cell; ++c) {
+      const F32 weight = exp2(load(scores[r] + c * CELL_TOKENS) - splat(row_maximum));
+      total = total + weight;
+      store_operands(weights[r] + c * CELL_TOKENS, weight);
+    }
+    partial[r * partial_stride] = row_maximum;
+    partial[r * partial_stride + 1] = sum(total);
+  }
+
+  const int64_t keys = model.sizes.head_dim / 2 * CELL_TOKENS;
+  const auto mix = [&](auto tiles, int64_t dim) __attribute__((always_inline)) {
+    constexpr int T = decltype(tiles)::count;
+    F32 acc[R][T];
+    clear(acc);
+    for (int64_t c = first_cell; c < stop_cell; ++c)
+      accumulate(acc, view.cells[c] + keys + dim, dims, CELL_TOKENS / 2, weights[0] + c * CELL_TOKENS, KEY_TILE);
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < T; ++t) store(partial + r * partial_stride + PARTIAL_HEAD + dim + t * LANES, acc[r][t]);
+  };
+  int64_t dim = 0;
+  for (; dim + TILES_AT_ONCE * LANES <= dims; dim += TILES_AT_ONCE * LANES) mix(Rows<TILES_AT_ONCE>{}, dim);
+  for (; dim < dims; dim += LANES) mix(Rows<1>{}, dim);
+}
+
+INLINE void clear_state(float* state, int64_t dims) {
+  state[0] = -__builtin_inff();
+  state[1] = 0;
+  for (int64_t d = 0; d < dims; d += LANES) store(state + PARTIAL_HEAD + d, splat(0));
+}
+
+INLINE void merge(float* state, const float* partial, int64_t dims) {
+  const float maximum = partial[0] > state[0] ? partial[0] : state[0];
+  const float kept = exp2(state[0] - maximum), added = exp2(partial[0] - maximum);
+  state[0] = maximum;
+  state[1] = state[1] * kept + partial[1] * added;
+  for (int64_t d = PARTIAL_HEAD; d < PARTIAL_HEAD + dims; d += LANES)
+    store(state + d, load(state + d) * splat(kept) + load(partial + d) * splat(added));
+}
+
+// The merged row, divided by its sum. Masked keys may have turned -0 into 0, so that is done for all.
+INLINE void finish(const float* state, int64_t head_dim, Operand* to) {
+  alignas(64) Operand vector[LANES];
+  for (int64_t d = 0; d < head_dim; d += LANES) {
+    store_operands(vector, load(state + PARTIAL_HEAD + d) / splat(state[1]) + splat(0));
+    std::memcpy(to + d, vector, sizeof(Operand) * (head_dim - d < LANES ? head_dim - d : LANES));
+  }
+}
+
+// One layer's attention for one piece and KV head.
+struct PieceView {
+  const Step& step;
+  const Piece& piece;
+  int64_t layer, kv_head;
+
+  const Span& span() const { return step.spans[piece.span]; }
+  int64_t group() const { return step.model->sizes.heads / step.model->sizes.kv_heads; }
+  int64_t num_rows() const { return piece.num_tokens * group(); }
+  int64_t batch_row(int64_t row) const { return span().first_row + piece.first_token + row / group(); }
+  int64_t position(int64_t row) const { return span().start + piece.first_token + row / group(); }
+  int64_t head(int64_t row) const { return kv_head * group() + row % group(); }
+
+  const Operand* query(int64_t row) const {
+    // Stored per KV head, so that the rows of a piece follow one another.
+    const int64_t index = kv_head * step.num_rows * group() + batch_row(0) * group() + row;
+    return (const Operand*)step.queries + index * step.query_stride;
+  }
+  float* kept_partial(int64_t tile, int64_t row) const {
+    const int64_t tiles = piece.stop_tile - piece.first_tile;
+    const int64_t index = (kv_head * tiles + tile - piece.first_tile) * num_rows() + row;
+    return step.partials + (piece.first_partial + index) * step.partial_stride;
+  }
+  Operand* output(int64_t row) const {
+    return (Operand*)step.attended + batch_row(row) * step.attended_stride + head(row) * step.model->sizes.head_dim;
+  }
+
+  // Partial results of all rows for one tile, to where place(row) says; then done(row, partial) for each that sees it.
+  template <typename PlaceOf, typename Done>
+  void for_tile(int64_t tile, PlaceOf place, Done done) const {
+    const TileView view(*step.model, layer, kv_head, tile, span().table, position(num_rows() - 1) + 1);
+    for (int64_t row = 0; row < num_rows(); row += MAX_ROWS) {
+      const int n = (int)(num_rows() - row < MAX_ROWS ? num_rows() - row : MAX_ROWS);
+      Visible seen[MAX_ROWS];
+      for (int r = 0; r < n; ++r) seen[r] = visible(*step.model, position(row + r));
+      float* partial = place(row);
+      with_rows(n, [&](auto rows) {
+        partial_results<decltype(rows)::count>(view, query(row), step.query_stride, seen, partial, step.partial_stride);
+      });
+      for (int r = 0; r < n; ++r)
+        if (sees(seen[r], view.start)) done(row + r, partial + r * step.partial_stride);
+    }
+  }
+
+  void attend() const {
+    const int64_t stride = step.partial_stride, dims = step.model->value_dims();
+    float states[num_rows() * stride], partials[MAX_ROWS * stride];
+    for (int64_t row = 0; row < num_rows(); ++row) clear_state(states + row * stride, dims);
+    for (int64_t tile = piece.first_tile; tile < piece.stop_tile; ++tile)
+      for_tile(
+          tile, [&](int64_t) { return partials; },
+          [&](int64_t row, const float* partial) { merge(states + row * stride, partial, dims); });
+    for (int64_t row = 0; row < num_rows(); ++row)
+      finish(states + row * stride, step.model->sizes.head_dim, output(row));
+  }
+
+  void keep_partials(int64_t tile) const {
+    for_tile(
+        tile, [&](int64_t row) { return kept_partial(tile, row); }, [](int64_t, const float*) {});
+  }
+
+  void merge_kept() const {
+    const int64_t dims = step.model->value_dims();
+    float state[step.partial_stride];
+    for (int64_t row = 0; row < num_rows(); ++row) {
+      clear_state(state, dims);
+      for (int64_t tile = piece.first_tile; tile < piece.stop_tile; ++tile)
+        if (sees(visible(*step.model, position(row)), tile * KEY_TILE)) merge(state, kept_partial(tile, row), dims);
+      finish(state, step.model->sizes.head_dim, output(row));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace anaphora::ANAPHORA_PATH

@@ -1,0 +1,221 @@
+"""NativeExecutor: a Llama-layout model in C++, bf16 weights and KV, float32 sums; one call a step.
+
+Batch-invariant by construction: every output row is computed by one sequence of operations, whatever else is in the
+call. docs/native.md explains how; cpp/layout.h draws the data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+import zlib
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from anaphora.engine.executor import LayerGroup, Output
+from anaphora.engine.native.library import LAYER_FIELDS, LayerPointers, Sizes, load_library, native_paths
+from anaphora.engine.validation import check_batch, check_copies, check_pages
+from anaphora.engine.workers import default_num_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from anaphora.engine.executor import Batch, Span
+    from anaphora.model import LayerWeights, ModelShape, Weights
+
+    Array: TypeAlias = NDArray[np.float32]
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+CELL_TOKENS, KEY_TILE, STRIP = 16, 256, 32
+"""Constants of cpp/layout.h: tokens of a KV cell, tokens of one partial softmax, outputs of a weight strip."""
+
+_BF16_BYTES = 2
+
+
+class NativeExecutor:
+    """Implements `anaphora.engine.executor.Executor` for every architecture that `anaphora.model` loads.
+
+    It packs the weights as bf16, so the caller may drop `weights`. Construction takes time proportional to them, and
+    the first one on a machine compiles the library.
+
+    num_threads: by default one for each CPU that this process may use. It does not show in the bits.
+    path: one of `native_paths()`, by default the first. Bits differ between paths.
+
+    Raises:
+        NativeUnavailableError: the library cannot be built on this machine.
+        ValueError: a path that the processor cannot run, or num_threads below 1.
+        MemoryError: there is not enough memory for the weights.
+    """
+
+    def __init__(
+        self, shape: ModelShape, weights: Weights, num_threads: int | None = None, path: str | None = None
+    ) -> None:
+        paths = native_paths()
+        if path is not None and path not in paths:
+            raise ValueError(f"path: {path!r} is not allowed; this machine's are {paths}")
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"num_threads: {num_threads} is not allowed; it must be at least 1")
+        self.path = path or paths[0]
+        self._shape = shape
+        self._num_blocks = self._block_size = 0
+        self._library = load_library()
+        sizes = Sizes(
+            shape.num_layers,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.vocab_size,
+            shape.max_context,
+            shape.sliding_window or 0,
+            shape.rms_norm_eps,
+        )
+        self._handle = self._library.anaphora_create(
+            self.path.encode(), ctypes.byref(sizes), num_threads or default_num_threads()
+        )
+        if not self._handle:
+            raise MemoryError("not enough memory, or too many threads, for the native executor")
+        weakref.finalize(self, self._library.anaphora_destroy, self._handle)
+        angles = np.arange(shape.max_context)[:, None] * shape.inverse_frequencies()
+        cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        rope = zlib.crc32(sines.data, zlib.crc32(cosines.data))
+        self._numerics_id = f"native-{self.path}-bf16-strip{STRIP}-keys{KEY_TILE}-rope{rope:08x}"
+        self._load(weights, cosines, sines)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """16 to 128 tokens; the bits are the same with each."""
+        return BLOCK_SIZES
+
+    @property
+    def numerics_id(self) -> str:
+        """Kernel path, dtype, tile constants, and a checksum of the tabulated sines and cosines."""
+        return self._numerics_id
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """All layers in one group with full tables; a sliding window is a matter of masks."""
+        shape = self._shape
+        value_dims = -(-shape.head_dim // CELL_TOKENS) * CELL_TOKENS
+        kv_bytes = shape.num_layers * shape.num_kv_heads * (shape.head_dim + value_dims) * _BF16_BYTES
+        return (LayerGroup(tuple(range(shape.num_layers)), kv_bytes),)
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._shape.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence, in tokens."""
+        return self._shape.max_context
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make zeroed pages for blocks 0 .. num_blocks, in place of any earlier ones.
+
+        Raises:
+            ValueError: num_blocks below 1, or a block size that is not in `block_sizes`.
+            MemoryError: there is not enough memory for them; there are no pages then.
+        """
+        check_pages(num_blocks, block_size, BLOCK_SIZES)
+        self._num_blocks = 0
+        if not self._library.anaphora_allocate_pages(self._handle, num_blocks, block_size):
+            raise MemoryError(f"not enough memory for {num_blocks} blocks of {block_size} tokens")
+        self._num_blocks, self._block_size = num_blocks, block_size
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to), in every layer, one pair after the other.
+
+        Raises:
+            ValueError: a block that does not exist, or the null block as the target.
+            RuntimeError: there are no pages yet.
+        """
+        self._check_has_pages()
+        check_copies(pairs, self._num_blocks)
+        for source, target in pairs:
+            self._library.anaphora_copy_block(self._handle, source, target)
+
+    def execute(self, batch: Batch) -> Output:
+        """Compute the spans, write their KV and return the logits asked for.
+
+        `batch.shared` is not made use of. Nothing is written if the batch is refused.
+
+        Raises:
+            ValueError: a span that cannot be computed; the message names its index and field.
+            RuntimeError: there are no pages yet.
+            MemoryError: there is not enough memory for a step of this size; nothing was written.
+        """
+        self._check_has_pages()
+        check_batch(
+            batch,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+        )
+        if not batch.spans:
+            return Output([])
+        tokens = np.concatenate([span.tokens for span in batch.spans])
+        tables = [self._needed_table(span) for span in batch.spans]
+        firsts = np.cumsum([0, *(len(table) for table in tables)])
+        spans = np.array(
+            [
+                (span.start, len(span.tokens), span.num_logits, first)
+                for span, first in zip(batch.spans, firsts[:-1], strict=True)
+            ],
+            np.int32,
+        )
+        blocks = np.concatenate(tables)
+        num_rows = int(spans[:, 2].sum())
+        logits = np.empty((num_rows, -(-self.vocab_size // STRIP) * STRIP), np.float32)
+        if not self._library.anaphora_execute(
+            self._handle, tokens.ctypes.data, spans.ctypes.data, len(spans), blocks.ctypes.data, logits.ctypes.data
+        ):
+            raise MemoryError(f"not enough memory for a step of {len(tokens)} tokens")
+        rows = logits[:, : self.vocab_size]
+        ends = np.cumsum(spans[:, 2]).tolist()
+        return Output(
+            [
+                rows[end - span.num_logits : end] if span.num_logits else None
+                for span, end in zip(batch.spans, ends, strict=True)
+            ]
+        )
+
+    def _needed_table(self, span: Span) -> NDArray[np.int32]:
+        num_needed = -(-(span.start + len(span.tokens)) // self._block_size)
+        return np.frombuffer(span.block_tables[0], np.int32, num_needed)
+
+    def _check_has_pages(self) -> None:
+        if not self._num_blocks:
+            raise RuntimeError("there are no KV pages yet; call allocate_kv first")
+
+    def _load(self, weights: Weights, cosines: Array, sines: Array) -> None:
+        embedding = _dense(weights.embedding)
+        output = None if self._shape.ties_embeddings else _dense(weights.output)
+        final_norm = _dense(weights.final_norm)
+        is_loaded = self._library.anaphora_load(
+            self._handle, *(_address(array) for array in (embedding, output, final_norm, cosines, sines))
+        )
+        for number, layer in enumerate(weights.layers):
+            is_loaded = is_loaded and self._load_layer(number, layer)
+        if not is_loaded:
+            raise MemoryError("not enough memory for the model's weights")
+
+    def _load_layer(self, number: int, layer: LayerWeights) -> bool:
+        given = {name: getattr(layer, name) for name in LAYER_FIELDS}
+        arrays = {name: None if array is None else _dense(array) for name, array in given.items()}
+        pointers = LayerPointers(**{name: _address(array) for name, array in arrays.items()})
+        return bool(self._library.anaphora_load_layer(self._handle, number, ctypes.byref(pointers)))
+
+
+def _dense(array: Array) -> Array:
+    return np.require(array, np.float32, ["C", "A"])
+
+
+def _address(array: Array | None) -> int | None:
+    return None if array is None else array.ctypes.data

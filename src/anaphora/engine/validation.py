@@ -1,0 +1,71 @@
+"""What every executor refuses, in the same words: pages, copies and spans that cannot be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anaphora.engine.executor import Batch, Span
+
+
+def check_pages(num_blocks: int, block_size: int, block_sizes: Sequence[int]) -> None:
+    """Raise ValueError for num_blocks below 1, or a block size that is not in `block_sizes`."""
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks: {num_blocks} is not allowed; it must be at least 1")
+    if block_size not in block_sizes:
+        raise ValueError(f"block_size: {block_size} is not allowed; it must be one of {block_sizes}")
+
+
+def check_copies(pairs: Sequence[tuple[int, int]], num_blocks: int) -> None:
+    """Raise ValueError for a page that does not exist, or the null block as the target."""
+    for source, target in pairs:
+        if not (0 <= source <= num_blocks and 1 <= target <= num_blocks):
+            raise ValueError(
+                f"pairs: ({source}, {target}) is not allowed; the source must be 0 .. {num_blocks}, "
+                f"the target 1 .. {num_blocks}"
+            )
+
+
+def check_batch(batch: Batch, *, vocab_size: int, max_context: int, num_blocks: int, block_size: int) -> None:
+    """Raise ValueError for a span that cannot be computed, over full attention and without adapters.
+
+    The message names the span's index and field, and says what is allowed.
+    """
+    for index, span in enumerate(batch.spans):
+        _check_span(f"spans[{index}]", span, vocab_size, max_context, num_blocks, block_size)
+
+
+def _check_span(name: str, span: Span, vocab_size: int, max_context: int, num_blocks: int, block_size: int) -> None:
+    tokens = span.tokens
+    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype == np.int32 and len(tokens)):
+        raise ValueError(f"{name}.tokens: expected int32 [n] with n >= 1")
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"{name}.tokens: id {wrong} is not allowed; ids are 0 .. {vocab_size - 1}")
+    end = span.start + len(tokens)
+    if span.start < 0 or end > max_context:
+        raise ValueError(
+            f"{name}.start: positions {span.start} .. {end - 1} are not allowed; "
+            f"this model's are 0 .. {max_context - 1}"
+        )
+    if not 0 <= span.num_logits <= len(tokens):
+        raise ValueError(f"{name}.num_logits: {span.num_logits} is not allowed; it must be 0 .. {len(tokens)}")
+    if span.adapter is not None:
+        raise ValueError(f"{name}.adapter: {span.adapter!r} is not allowed; this executor runs no adapters")
+    if len(span.block_tables) != 1:
+        raise ValueError(f"{name}.block_tables: expected 1 table (one layer group), got {len(span.block_tables)}")
+    num_needed = -(-end // block_size)
+    table = span.block_tables[0]
+    if len(table) < num_needed:
+        raise ValueError(
+            f"{name}.block_tables[0]: {end} tokens need {num_needed} blocks of {block_size}, got {len(table)}"
+        )
+    needed = table[:num_needed]
+    if min(needed) < 1 or max(needed) > num_blocks:
+        wrong = min(needed) if min(needed) < 1 else max(needed)
+        raise ValueError(f"{name}.block_tables[0]: block {wrong} is not allowed; ids are 1 .. {num_blocks}")

@@ -1,0 +1,160 @@
+"""The native executor, on each kernel path that this machine runs: exact as the reference is, and close to it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import fields, replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from anaphora.engine.executor import Batch, LayerGroup, Span
+from anaphora.engine.native import NativeExecutor, NativeUnavailableError, native_paths
+
+from . import executor_contract as contract
+from .dense_model import FAMILIES, LLAMA, dense_logits, random_weights
+from .executor_contract import NUM_BLOCKS, NUM_TOKENS, REAL_LAYER, assert_same_bits, expected_logits, sequence
+
+try:
+    PATHS = native_paths()
+except NativeUnavailableError as error:
+    pytest.skip(f"the native executor is not available: {error}", allow_module_level=True)
+
+TOLERANCE = {"portable": 5e-4, "avx2": 5e-4, "avx512-bf16": 4e-2}
+HEAD_SIZES = (2, 10, 64, 80, 96, 128, 130, 256)
+
+
+def to_bf16(x):
+    """The nearest bf16 numbers, as float32."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def rounded_weights(shape):
+    """Random weights whose matrices are bf16 already, so that packing them loses nothing."""
+    weights = random_weights(shape)
+    is_tied = weights.output is weights.embedding
+    weights.embedding = to_bf16(weights.embedding)
+    weights.output = weights.embedding if is_tied else to_bf16(weights.output)
+    for layer in weights.layers:
+        for field in fields(layer):
+            array = getattr(layer, field.name)
+            if array is not None and array.ndim == 2:
+                setattr(layer, field.name, to_bf16(array))
+    return weights
+
+
+@cache
+def build_on(path, num_threads=2):
+    @cache
+    def build(shape, poison=None):
+        weights = rounded_weights(shape)
+        if poison is not None:
+            weights.embedding[52] = poison
+        return NativeExecutor(shape, weights, num_threads, path)
+
+    return build
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def build(path):
+    return build_on(path)
+
+
+@cache
+def dense(shape):
+    """Logits in float64 with keys and values kept as bf16."""
+    return dense_logits(
+        shape, rounded_weights(shape), sequence(0), lambda kv: to_bf16(kv.astype(np.float32)).astype(np.float64)
+    )
+
+
+class TestIsClose:
+    """Errors as root mean squares, relative to the logits' own.
+
+    With operands of products in float32 all that is left are keys and values that round to the other side; with
+    operands in bf16, 8 bits of each.
+    """
+
+    def assert_close(self, build, path, shape):
+        error = expected_logits(build, shape, 0) - dense(shape)
+        assert np.square(error).mean() ** 0.5 < TOLERANCE[path] * np.square(dense(shape)).mean() ** 0.5
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_to_a_dense_forward_in_float64(self, build, path, family):
+        self.assert_close(build, path, FAMILIES[family])
+
+    @pytest.mark.parametrize("head_dim", HEAD_SIZES)
+    def test_with_heads_of_any_even_size(self, build, path, head_dim):
+        self.assert_close(build, path, replace(LLAMA, head_dim=head_dim, num_layers=1))
+
+    def test_at_real_size(self, build, path):
+        self.assert_close(build, path, REAL_LAYER)
+
+    def test_with_sizes_that_fill_no_strip_or_vector(self, build, path):
+        self.assert_close(build, path, replace(LLAMA, hidden_size=33, intermediate_size=17, head_dim=6))
+
+
+class TestReturnsLogits(contract.ReturnsLogits):
+    pass
+
+
+class TestSameBits(contract.SameBits):
+    @contract.each_family
+    def test_with_any_number_of_threads(self, path, build, family):
+        shape = contract.EXACT[family]
+        expected = expected_logits(build, shape, 0)
+        for num_threads in (1, 3):
+            model = build_on(path, num_threads)(shape)
+            model.allocate_kv(NUM_BLOCKS, 16)
+            tables = [array("i", range(1, 60)), array("i", range(60, 120))]
+            spans = [Span(sequence(0), 0, [table], num_logits=NUM_TOKENS) for table in tables]
+            for logits in model.execute(Batch(spans)).logits:
+                assert_same_bits(logits, expected)
+            one_more = Span(sequence(0)[-1:], NUM_TOKENS - 1, [tables[1]])
+            assert_same_bits(model.execute(Batch([one_more])).logits[0], expected[-1:])
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+    def test_with_heads_of_the_usual_sizes(self, build, head_dim):
+        shape = replace(REAL_LAYER, head_dim=head_dim, num_heads=4, num_kv_heads=2)
+        contract.assert_same_bits_in_company(build, shape, block_size=16, num_sequences=3, seed=1)
+
+    def test_with_more_heads_in_a_group_than_rows_in_a_piece(self, build):
+        shape = replace(LLAMA, num_heads=50, num_kv_heads=1)
+        contract.assert_same_bits_in_company(build, shape, block_size=32, num_sequences=3, seed=2)
+
+
+class TestUsesPages(contract.UsesPages):
+    pass
+
+
+class TestDescribesItself:
+    def test_sizes_come_from_the_shape(self, build):
+        model = build(FAMILIES["qwen3"])
+        assert model.vocab_size == 53
+        assert model.max_context == 2048
+        assert model.block_sizes == contract.BLOCK_SIZES
+        # A key takes its 10 dims, a value is padded to 16.
+        assert model.layer_groups == (LayerGroup(layers=(0, 1), kv_bytes_per_token=2 * 3 * (10 + 16) * 2, window=None),)
+
+    def test_numerics_id_names_path_dtype_tiles_and_rope(self, path, build):
+        numerics_id = build(LLAMA).numerics_id
+        assert numerics_id.startswith(f"native-{path}-bf16-strip32-keys256-rope")
+        assert numerics_id == NativeExecutor(LLAMA, random_weights(LLAMA), path=path).numerics_id
+        assert numerics_id != build(FAMILIES["linear rope"]).numerics_id
+
+
+class TestRefuses(contract.Refuses):
+    def test_a_path_that_the_machine_has_not(self):
+        with pytest.raises(ValueError, match=r"path: 'mmx' is not allowed; .*portable"):
+            NativeExecutor(LLAMA, random_weights(LLAMA), path="mmx")
+
+    def test_no_threads(self):
+        with pytest.raises(ValueError, match="num_threads: 0 is not allowed"):
+            NativeExecutor(LLAMA, random_weights(LLAMA), num_threads=0)
