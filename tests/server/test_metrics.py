@@ -47,6 +47,34 @@ def test_tokens_and_requests_are_counted(own: LiveServer) -> None:
     assert values["anaphora_inter_token_latency_seconds_count"] == 9
 
 
+def test_there_is_nothing_but_what_is_documented(own: LiveServer) -> None:
+    own.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
+    assert sorted({name.partition("|")[0] for name in samples(own.client.get("/metrics").text)}) == [
+        "anaphora_cache_manager_seconds_total",
+        "anaphora_cached_tokens_total",
+        "anaphora_computed_prompt_tokens_total",
+        "anaphora_engine_execute_seconds_total",
+        "anaphora_engine_step_seconds_total",
+        "anaphora_engine_steps_total",
+        "anaphora_inter_token_latency_seconds_bucket",
+        "anaphora_inter_token_latency_seconds_count",
+        "anaphora_inter_token_latency_seconds_sum",
+        "anaphora_kv_blocks",
+        "anaphora_kv_free_blocks",
+        "anaphora_kv_usage_ratio",
+        "anaphora_output_tokens_total",
+        "anaphora_preemptions_total",
+        "anaphora_prompt_tokens_total",
+        "anaphora_requests_running",
+        "anaphora_requests_total",
+        "anaphora_requests_waiting",
+        "anaphora_server_info",
+        "anaphora_time_to_first_token_seconds_bucket",
+        "anaphora_time_to_first_token_seconds_count",
+        "anaphora_time_to_first_token_seconds_sum",
+    ]
+
+
 def test_gauges_show_the_engine_as_it_is(own: LiveServer) -> None:
     values = samples(own.client.get("/metrics").text)
     assert values["anaphora_kv_blocks"] == values["anaphora_kv_free_blocks"] == 256
