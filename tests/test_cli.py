@@ -156,13 +156,42 @@ def test_serve_answers_until_a_signal_and_ends_quietly(tiny_model: Path, number:
     assert err == ""
 
 
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_ctrl_c_while_the_model_loads_says_so(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anaphora.server.loading.load_model", interrupt)
+    assert main([command, *(["--port", "0"] if command == "serve" else [])]) == 130
+    assert capsys.readouterr().err.endswith("\nStopped.\n")
+
+
 def test_banner_shows_calls_that_work(tiny_model: Path) -> None:
     with serving(tiny_model) as (process, url):
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(9)]
     assert f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n" in lines
     assert f'  client = OpenAI(base_url="{url}/v1", api_key="none")\n' in lines
-    assert any('client.chat.completions.create(model="tiny", messages=[{"role": "user"' in line for line in lines)
+    assert any(
+        'client.chat.completions.create(model="tiny", temperature=0, messages=[{"role": "user"' in line
+        for line in lines
+    )
+
+
+def test_ctrl_c_tells_of_the_requests_that_it_waits_for(tiny_model: Path) -> None:
+    body = {"model": "tiny", "prompt": [10], "max_tokens": 16_000, "ignore_eos": True, "stream": True}
+    with serving(tiny_model) as (process, url), httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("Stopping"))
+        assert line == "Stopping: 1 request has 5 s to finish; Ctrl-C again ends it now.\n"
+        os.kill(process.pid, signal.SIGINT)
+        assert "shutting_down" in list(lines)[-2]
+        assert process.wait(10) == 0
 
 
 def test_no_prefix_caching_computes_everything(tiny_model: Path) -> None:

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:
+        _note("\nStopped.")
         return 130
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "anaphora":

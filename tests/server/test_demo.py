@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from anaphora.server.client import ServerError, TimingClient
+from anaphora.server.client import ServerError, TimedAnswer, TimingClient
 from anaphora.server.demo import run_demo
 from anaphora.server.demo_text import HANDBOOK, QUESTIONS
 from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
@@ -42,6 +42,18 @@ def test_table_has_a_row_a_turn_and_a_summary() -> None:
     num_cached = sum(answer.cached_tokens or 0 for answer in answers)
     num_prompt = sum(answer.prompt_tokens for answer in answers)
     assert lines[-1].strip().startswith(f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens")
+
+
+def test_what_takes_long_is_announced_before_the_first_turn() -> None:
+    lines: list[str] = []
+
+    class NoServer(TimingClient):
+        def stream(self, path: str, body: dict[str, Any]) -> TimedAnswer:
+            raise ServerError("gone")
+
+    with NoServer("http://127.0.0.1:9") as client, pytest.raises(ServerError, match="gone"):
+        run_demo(client, "alphabet", lines.append)
+    assert lines[1] == "Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n"
 
 
 def test_a_model_with_too_short_a_context_is_an_explained_failure(live: LiveServer) -> None:

@@ -25,7 +25,8 @@ def run_demo(client: TimingClient, model: str, say: Callable[[str], None] = prin
     Raises:
         ServerError: the server refused a turn, or went away.
     """
-    say(f"A conversation of {len(QUESTIONS)} turns over one long system prompt, the handbook of an observatory:\n")
+    say(f"A conversation of {len(QUESTIONS)} turns over one long system prompt, the handbook of an observatory.")
+    say("Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n")
     say(_HEAD)
     messages: list[dict[str, Any]] = [{"role": "system", "content": HANDBOOK}]
     answers: list[TimedAnswer] = []

@@ -75,9 +75,16 @@ class Server(uvicorn.Server):
     Requests that are going on then have SHUTDOWN_GRACE_S to finish; at the second signal, or after that time, they end
     with an error. A third signal leaves at once.
     on_started: called on the event loop once connections are accepted.
+    on_waiting: called with the number of requests that are going on, where the end has to wait for them.
     """
 
-    def __init__(self, api: OpenAIServer, *, on_started: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        api: OpenAIServer,
+        *,
+        on_started: Callable[[], None] | None = None,
+        on_waiting: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 api.app,
@@ -90,6 +97,7 @@ class Server(uvicorn.Server):
         )
         self._api = api
         self._on_started = on_started
+        self._on_waiting = on_waiting
         self._num_signals = 0
 
     def stop(self) -> None:
@@ -122,6 +130,8 @@ class Server(uvicorn.Server):
     async def _interrupt_after_grace(self) -> None:
         connections = self.server_state.connections
         deadline = self._now() + SHUTDOWN_GRACE_S
+        if self._api.generations and self._on_waiting is not None and self._num_signals < 2:
+            self._on_waiting(len(self._api.generations))
         while (self._api.generations or connections) and self._now() < deadline and self._num_signals < 2:
             await asyncio.sleep(_POLL_S)
         self._api.generations.interrupt()

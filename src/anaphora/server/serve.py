@@ -15,7 +15,7 @@ from anaphora.server.body import DEFAULT_LIMIT_BYTES
 from anaphora.server.client import ServerError, TimingClient
 from anaphora.server.demo import run_demo
 from anaphora.server.loading import load_engine
-from anaphora.server.run import Server, bind, url_of
+from anaphora.server.run import SHUTDOWN_GRACE_S, Server, bind, url_of
 from anaphora.server.served_model import ServedModel
 from anaphora.version import __version__
 
@@ -67,7 +67,11 @@ def serve(options: ServeOptions) -> int:
             if options.has_demo:
                 demo.start(server)
 
-        server = Server(api, on_started=on_started)
+        def on_waiting(num_requests: int) -> None:
+            who, them = ("1 request has", "it") if num_requests == 1 else (f"{num_requests} requests have", "them")
+            _say(f"\nStopping: {who} {SHUTDOWN_GRACE_S:.0f} s to finish; Ctrl-C again ends {them} now.")
+
+        server = Server(api, on_started=on_started, on_waiting=on_waiting)
         server.run(sockets=[sock])
     _say("\nStopped.")
     return int(demo.has_failed and options.exits_after_demo)
@@ -104,18 +108,22 @@ def _banner(url: str, model: ServedModel, engine: Engine, seconds: float) -> str
     num_pool_tokens = engine.manager.num_blocks * engine.manager.block_size
     asks_chat = model.chat_template is not None
     path = "chat/completions" if asks_chat else "completions"
-    asked = '"messages": [{"role": "user", "content": "Say hello."}]' if asks_chat else '"prompt": "Once upon a time"'
+    asked = (
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+        if asks_chat
+        else '"prompt": "Once upon a time"'
+    )
     call = "chat.completions" if asks_chat else "completions"
     return f"""\
 Anaphora {__version__}: {model.name} at {url}/v1, ready after {seconds:.1f} s
 Context {model.max_context:,} tokens; KV pool {num_pool_tokens:,} tokens. Ctrl-C stops it.
 
   curl {url}/v1/{path} -H 'content-type: application/json' \\
-    -d '{{"model": "{model.name}", {asked}}}'
+    -d '{{"model": "{model.name}", "temperature": 0, {asked}}}'
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
-  answer = client.{call}.create(model="{model.name}", {_as_python(asked)})
+  answer = client.{call}.create(model="{model.name}", temperature=0, {_as_python(asked)})
   print(answer.choices[0], answer.usage.prompt_tokens_details)
 """
 
