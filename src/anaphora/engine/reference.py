@@ -49,7 +49,7 @@ class ReferenceExecutor:
     """Implements `anaphora.engine.executor.Executor` for every architecture that `anaphora.model` loads.
 
     It copies the layers' weights into the arrangement of its products, so the caller may drop `weights`; embedding and
-    output are used in place. Construction takes time proportional to the weights (0.3 s for 135 M) and settles the row
+    output are used in place. Construction takes time proportional to the weights (0.5 s for 135 M) and settles the row
     counts of the products (see `InvariantProduct`). Weights are cut by columns into a part for each thread; so the bits
     depend on the number of threads, by default one for each CPU.
     """
