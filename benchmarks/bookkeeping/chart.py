@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT = 420, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 40, 60
+LEFT, RIGHT, TOP, BOTTOM = 56, 32, 40, 60
 COLORS = ("#1b6ca8", "#c8553d", "#3a7d44")
 
 Panel = tuple[str, str, "Mapping[int, Mapping[str, float]]"]
