@@ -82,7 +82,14 @@ def test_missing_extra_is_named_with_its_command(command: str) -> None:
     ("arguments", "message"),
     [
         (["serve", "--port", "70000"], "argument --port: expected 0 to 65535, got '70000'"),
-        (["serve", "--kv-memory", "lots"], "argument --kv-memory: expected bytes, or a size like 512MiB or 1.5GiB"),
+        (
+            ["serve", "--kv-memory", "lots"],
+            "argument --kv-memory: expected a number of bytes, or one with K, M, G, T "
+            "(powers of 1000) or KiB, MiB, GiB, TiB, like 1.5GiB; got 'lots'",
+        ),
+        (["serve", "--kv-memory", "1PiB"], "KiB, MiB, GiB, TiB, like 1.5GiB; got '1PiB'"),
+        (["serve", "--body-limit", "0"], "argument --body-limit: expected at least 1 byte, got '0'"),
+        (["bench", "--kv-memory", "0.1"], "argument --kv-memory: expected at least 1 byte, got '0.1'"),
         (["serve", "--max-num-seqs", "0"], "argument --max-num-seqs: expected a whole number from 1 up, got '0'"),
         (["serve", "--index", "btree"], "argument --index: invalid choice: 'btree'"),
         (["bench", "--url", "foo"], "argument --url: expected a URL like http://127.0.0.1:8000, got 'foo'"),
@@ -95,6 +102,17 @@ def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("7", 7), ("1kb", 1000), ("2M", 2_000_000), ("1.5GiB", 3 * 2**29), ("1 TiB", 2**40), ("3T", 3 * 10**12)],
+)
+def test_sizes_have_units(text: str, size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr("anaphora.server.serve.serve", lambda options: limits.append(options.body_limit_bytes) or 0)
+    assert main(["serve", "--body-limit", text]) == 0
+    assert limits == [size_bytes]
 
 
 def test_exit_after_demo_without_a_demo_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +234,17 @@ def test_demo_that_fails_is_an_exit_code(tiny_model: Path) -> None:
     assert "Traceback" not in completed.stderr
 
 
+def test_longer_context_than_the_models_is_said_to_be_cut(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anaphora.server.bench.run_bench", lambda *_: "measured")
+    arguments = ["bench", str(tiny_model), "--kv-memory", "64MiB", "--max-context"]
+    assert main([*arguments, "100000"]) == 1
+    assert "--max-context: 100,000 is more than this model's 16,384, which hold" in capsys.readouterr().err
+    assert main([*arguments, "16384"]) == 1
+    assert "--max-context" not in capsys.readouterr().err
+
+
 def test_bench_in_process_prints_json(tiny_model: Path) -> None:
     completed = run("bench", tiny_model, "--prefix-tokens", "64", "--suffix-tokens", "8", "--repeats", "1", "--json")
     assert completed.returncode == 0, completed.stderr
@@ -228,6 +257,7 @@ def test_bench_beyond_the_context_is_one_line(tiny_model: Path) -> None:
     completed = run("bench", tiny_model, "--max-context", "50", "--prefix-tokens", "64", "--repeats", "1")
     assert completed.returncode == 1
     assert "the longest context is 50 tokens" in completed.stderr
+    assert "warming up" not in completed.stderr
     assert "Traceback" not in completed.stderr
 
 

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from anaphora.server.bench import BenchResult, Plan
 
 _MAX_PORT = 65_535
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", re.IGNORECASE)
+_UNITS = (
+    {"": 1}
+    | {unit: 1000**i for i, unit in enumerate("KMGT", 1)}
+    | {f"{unit}I": 1024**i for i, unit in enumerate("KMGT", 1)}
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", re.IGNORECASE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,8 +192,14 @@ def _with_flag(message: str) -> str:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise argparse.ArgumentTypeError(f"expected bytes, or a size like 512MiB or 1.5GiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        raise argparse.ArgumentTypeError(
+            "expected a number of bytes, or one with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB, like 1.5GiB; "
+            f"got {text!r}"
+        )
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1 byte, got {text!r}")
+    return size
 
 
 def _server_url(text: str) -> str:

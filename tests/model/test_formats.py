@@ -239,7 +239,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", None, "config.json: cannot be read"),
+        ("config.json", None, "neither config.json nor a .gguf file"),
         ("config.json", "{", "config.json: not valid JSON"),
         ("config.json", "[]", "config.json: expected a JSON object"),
         ("tokenizer.json", None, "tokenizer.json: missing"),

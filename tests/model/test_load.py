@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,63 @@ def test_a_file_is_named_without_its_quantisation(tmp_path: Path, file: str, nam
 
 def test_a_folder_is_named_as_it_is_called(tmp_path: Path) -> None:
     assert load_model(str(write_hf_model(tmp_path / "My-Model"))).name == "My-Model"
+
+
+@pytest.mark.parametrize(
+    ("ref", "message"),
+    [
+        ("", "model: '' is no file or folder here, and no ORG/NAME of the hub; "),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "model: 'https://huggingface.co/Qwen/Qwen3-0.6B' is a URL; "
+         "give the model's name, Qwen/Qwen3-0.6B"),
+        ("huggingface.co/Qwen/Qwen3-0.6B/tree/main", "give the model's name, Qwen/Qwen3-0.6B"),
+    ],
+)  # fmt: skip
+def test_what_is_no_reference_is_refused_with_what_would_do(ref: str, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        load_model(ref)
+
+
+def test_folder_without_a_model_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    with pytest.raises(ModelError) as raised:
+        load_model(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: this folder is no model: it has neither config.json nor a .gguf file"
+
+
+def test_folder_of_gguf_files_is_answered_with_one_of_them(tmp_path: Path) -> None:
+    file = write_gguf_model(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=re.escape(f"give the path of one of them, say {file}")):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "model_type: missing"),
+        ({"model_type": "gemma"}, "model_type: 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "llama"}, "num_attention_heads: missing"),
+    ],
+)
+def test_fault_in_the_configuration_names_its_file(tmp_path: Path, config: dict[str, str], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as raised:
+        load_model(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+def test_fault_in_the_weights_names_the_model(tmp_path: Path) -> None:
+    file = write_gguf_model(tmp_path / "gemma.gguf", metadata={"general.architecture": "gemma"})
+    with pytest.raises(ModelError) as raised:
+        load_model(file)
+    assert str(raised.value).startswith(f"{file}: general.architecture: 'gemma' is not supported")
+
+
+def test_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ModelError) as raised:
+        load_model(file)
+    assert str(raised.value) == f"{file}: not a GGUF file, or damaged: it is empty"
 
 
 def test_equal_models_have_equal_revisions(tmp_path: Path) -> None:

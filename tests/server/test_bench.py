@@ -10,6 +10,7 @@ import pytest
 from anaphora.cache.manager import KVCacheManager
 from anaphora.engine.executor import Batch, Output
 from anaphora.engine.loop import Engine
+from anaphora.engine.request import RequestError
 from anaphora.server.bench import NUM_UNRELATED_PROMPTS, WARM_RUNS_PER_REPEAT, BenchResult, Plan, run_bench
 from anaphora.server.bench_targets import EngineTarget, FirstToken, ServerTarget, Target
 from anaphora.server.client import ServerError, TimingClient
@@ -130,6 +131,21 @@ def test_in_process_run_over_a_real_engine() -> None:
     assert [row.cached_tokens for row in result.prefixes] == [32, 96]
     assert result.manager_share is not None
     assert 0 < result.manager_share < 1
+
+
+@pytest.mark.parametrize(
+    ("max_context", "message"),
+    [
+        (100, "105 prompt tokens and max_tokens 1 make 106 tokens; the longest context is 100 tokens"),
+        (287, "256 prompt tokens and max_tokens 32 make 288 tokens; the longest context is 287 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(max_context: int, message: str) -> None:
+    engine = Engine(AlphabetExecutor(max_context), KVCacheManager(256, BLOCK_SIZE))
+    notes: list[str] = []
+    with pytest.raises(RequestError, match=message):
+        run_bench(EngineTarget(engine, "alphabet"), PLAN, notes.append)
+    assert notes == []
 
 
 def test_run_over_http() -> None:

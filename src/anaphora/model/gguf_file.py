@@ -74,6 +74,8 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if path.stat().st_size == 0:
+                raise ModelError(f"{path}: not a GGUF file, or damaged: it is empty")
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:

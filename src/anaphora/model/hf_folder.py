@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from anaphora.model.chat_template import ChatTemplate
-from anaphora.model.errors import ModelError
+from anaphora.model.errors import ModelError, naming
 from anaphora.model.safetensors_file import SafetensorsFile
 from anaphora.model.shape import ARCHITECTURES, LinearRope, Llama3Rope, ModelShape, RopeScaling
 from anaphora.model.tokenizer import Tokenizer
@@ -58,14 +58,17 @@ def read_shape(folder: Path) -> ModelShape:
         ModelError: an unsupported architecture or feature, or a field that is missing.
     """
     config = read_json(folder / CONFIG)
-    try:
-        return _shape_from(folder, config)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"{folder / CONFIG}: a number is missing or wrong: {error}") from None
+    with naming(folder / CONFIG, unless=str(folder)):
+        try:
+            return _shape_from(folder, config)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelError(f"a number is missing or wrong: {error}") from None
 
 
 def _shape_from(folder: Path, config: dict[str, Any]) -> ModelShape:
     architecture = config.get("model_type")
+    if architecture is None:
+        raise ModelError("model_type: missing")
     if architecture not in ARCHITECTURES:
         # First of all: of another kind of model no other field need be there.
         raise ModelError(f"model_type: {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -79,7 +82,7 @@ def _shape_from(folder: Path, config: dict[str, Any]) -> ModelShape:
         value = config.get(field)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{field}: missing from {folder / CONFIG}")
+            raise ModelError(f"{field}: missing")
         return value
 
     num_heads = get("num_attention_heads")

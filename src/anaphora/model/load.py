@@ -10,7 +10,7 @@ from pathlib import Path
 
 from anaphora.model import gguf_file, gguf_tokenizer, hf_folder
 from anaphora.model.chat_template import ChatTemplate, ChatTemplateError
-from anaphora.model.errors import ModelError
+from anaphora.model.errors import ModelError, naming
 from anaphora.model.fetch import fetch_default_model
 from anaphora.model.hub import fetch_from_hub, is_hub_name
 from anaphora.model.progress import Progress, no_progress
@@ -21,6 +21,7 @@ from anaphora.model.weights import Weights
 _HASHED_WHOLE_BYTES = 1_000_000_000
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
+_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _QUANTISATION_SUFFIX = re.compile(r"[.-](?:I?Q\d\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -56,42 +57,58 @@ def load_model(ref: str | Path | None = None, progress: Progress | None = None) 
     if ref is None:
         return _load_gguf(fetch_default_model(progress))
     path = Path(ref).expanduser()
-    if path.is_dir():
+    if path.is_dir() and ref != "":
+        _require_model_in(path)
         return _load_folder(path, path.resolve().name)
     if path.is_file():
         return _load_gguf(path)
     if is_hub_name(str(ref)):
         return _load_folder(fetch_from_hub(str(ref), progress=progress), str(ref))
+    if url := _HUB_URL.match(str(ref)):
+        raise ModelError(f"model: {str(ref)!r} is a URL; give the model's name, {url.group(1)}")
     raise ModelError(
         f"model: {str(ref)!r} is no file or folder here, and no ORG/NAME of the hub; "
         "give the path of a .gguf file, of a folder with config.json and safetensors, or a name like Qwen/Qwen3-0.6B"
     )
 
 
+def _require_model_in(folder: Path) -> None:
+    if (folder / hf_folder.CONFIG).is_file():
+        return
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        raise ModelError(f"{folder}: this folder has GGUF files; give the path of one of them, say {folder / files[0]}")
+    raise ModelError(f"{folder}: this folder is no model: it has neither {hf_folder.CONFIG} nor a .gguf file")
+
+
 def _load_gguf(path: Path) -> Model:
-    file = gguf_file.GGUFFile(path)
-    tokenizer = gguf_tokenizer.read_tokenizer(file.metadata)
-    shape = gguf_file.read_shape(file, tokenizer.eos_token_ids, tokenizer.bos_token_id)
-    try:
-        template = gguf_tokenizer.read_chat_template(file.metadata)
-    except ChatTemplateError as error:
-        raise ModelError(f"{path}: {error}") from None
-    name = _QUANTISATION_SUFFIX.sub("", path.stem)
-    return _checked(
-        Model(name, weights_revision(shape, [path]), shape, gguf_file.read_weights(file, shape), tokenizer, template)
-    )
+    with naming(path):
+        file = gguf_file.GGUFFile(path)
+        tokenizer = gguf_tokenizer.read_tokenizer(file.metadata)
+        shape = gguf_file.read_shape(file, tokenizer.eos_token_ids, tokenizer.bos_token_id)
+        try:
+            template = gguf_tokenizer.read_chat_template(file.metadata)
+        except ChatTemplateError as error:
+            raise ModelError(str(error)) from None
+        name = _QUANTISATION_SUFFIX.sub("", path.stem)
+        return _checked(
+            Model(
+                name, weights_revision(shape, [path]), shape, gguf_file.read_weights(file, shape), tokenizer, template
+            )
+        )
 
 
 def _load_folder(folder: Path, name: str) -> Model:
-    shape = hf_folder.read_shape(folder)
-    tokenizer = hf_folder.read_tokenizer(folder, shape)
-    shape = replace(shape, eos_token_ids=tokenizer.eos_token_ids, bos_token_id=tokenizer.bos_token_id)
-    try:
-        template = hf_folder.read_chat_template(folder)
-    except ChatTemplateError as error:
-        raise ModelError(f"{folder}: {error}") from None
-    revision = weights_revision(shape, hf_folder.weight_files(folder))
-    return _checked(Model(name, revision, shape, hf_folder.read_weights(folder, shape), tokenizer, template))
+    with naming(folder):
+        shape = hf_folder.read_shape(folder)
+        tokenizer = hf_folder.read_tokenizer(folder, shape)
+        shape = replace(shape, eos_token_ids=tokenizer.eos_token_ids, bos_token_id=tokenizer.bos_token_id)
+        try:
+            template = hf_folder.read_chat_template(folder)
+        except ChatTemplateError as error:
+            raise ModelError(str(error)) from None
+        revision = weights_revision(shape, hf_folder.weight_files(folder))
+        return _checked(Model(name, revision, shape, hf_folder.read_weights(folder, shape), tokenizer, template))
 
 
 def _checked(model: Model) -> Model:

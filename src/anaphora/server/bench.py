@@ -94,6 +94,8 @@ def run_bench(target: Target, plan: Plan, progress: Callable[[str], None]) -> Be
     def fresh(num_tokens: int) -> list[int]:
         return rng.choices(target.token_ids, k=num_tokens)
 
+    target.check(max(plan.prefix_tokens) + plan.suffix_tokens, 1)
+    target.check(NUM_UNRELATED_TOKENS, NUM_OUTPUT_TOKENS)
     progress("warming up")
     target.first_token(fresh(plan.suffix_tokens))
     prefixes = tuple(_measure(target, plan, num_tokens, fresh, progress) for num_tokens in plan.prefix_tokens)

@@ -42,6 +42,9 @@ class Target(ABC):
     token_ids: range
     """Prompts are drawn from these."""
 
+    def check(self, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
+        """Raise RequestError for more than it can hold, where it tells that beforehand."""
+
     @abstractmethod
     def first_token(self, prompt: list[int]) -> FirstToken:
         """Continue a prompt by one token."""
@@ -65,6 +68,11 @@ class EngineTarget(Target):
         self.token_ids = range(engine.executor.vocab_size)
         self._engine = engine
         self._num_requests = 0
+
+    def check(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """See Target."""
+        sampling = SamplingParams(max_tokens=num_output_tokens)
+        self._engine.validate(self._request([self.token_ids[0]] * num_prompt_tokens, sampling))
 
     def first_token(self, prompt: list[int]) -> FirstToken:
         """See Target."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from anaphora.engine.build import build_engine
@@ -19,7 +20,7 @@ class OptionError(Exception):
 
 
 def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]:
-    """Load a model (None: the default one), with progress on stderr, and build its engine.
+    """Load a model (None: the default one), with progress and warnings on stderr, and build its engine.
 
     Raises:
         ModelError: the model cannot be fetched, read or run.
@@ -30,8 +31,13 @@ def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]
     except MemoryError:
         raise ModelError("model: it does not fit into this machine's memory") from None
     try:
-        return model, build_engine(model, **options)
+        engine = build_engine(model, **options)
     except ValueError as error:
         raise OptionError(str(error)) from None
     except MemoryError:
         raise OptionError("kv_memory_bytes: this process does not get that much memory; choose less") from None
+    max_context = options.get("max_context")
+    if max_context is not None and max_context > engine.max_context:
+        message = f"--max-context: {max_context:,} is more than this model's {engine.max_context:,}, which hold"
+        print(message, file=sys.stderr, flush=True)
+    return model, engine
