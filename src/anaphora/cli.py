@@ -100,6 +100,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="requests in a step (default: 64)")
     engine.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in a step (default: 512)")
     engine.add_argument("--max-context", type=_positive, metavar="N", help="longest sequence (default: the model's)")
+    engine.add_argument(
+        "--executor", choices=["auto", "native", "reference"], help="what runs the model (default: native if it builds)"
+    )
     engine.add_argument("--index", choices=["radix", "hash"], help="how prefixes are found (default: radix)")
 
 
@@ -178,6 +181,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_context": args.max_context,
         "index": args.index,
+        "executor": args.executor,
     }
     options: EngineOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options

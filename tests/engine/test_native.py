@@ -11,10 +11,11 @@ import pytest
 
 from anaphora.engine.executor import Batch, LayerGroup, Span
 from anaphora.engine.native import NativeExecutor, NativeUnavailableError, native_paths
+from anaphora.engine.reference import ReferenceExecutor
 
 from . import executor_contract as contract
 from .dense_model import FAMILIES, LLAMA, dense_logits, random_weights
-from .executor_contract import NUM_BLOCKS, NUM_TOKENS, REAL_LAYER, assert_same_bits, expected_logits, sequence
+from .executor_contract import NUM_BLOCKS, NUM_TOKENS, REAL_LAYER, assert_same_bits, expected_logits, run, sequence
 
 try:
     PATHS = native_paths()
@@ -158,3 +159,41 @@ class TestRefuses(contract.Refuses):
     def test_no_threads(self):
         with pytest.raises(ValueError, match="num_threads: 0 is not allowed"):
             NativeExecutor(LLAMA, random_weights(LLAMA), num_threads=0)
+
+
+@pytest.mark.model
+class TestOnTheDefaultModel:
+    PROMPTS = (
+        "The capital of France is",
+        "Water boils at a temperature of",
+        "def fibonacci(n):",
+        "Dear Sir or Madam, I am writing to",
+        "1, 2, 3, 4,",
+    )
+    NUM_GENERATED = 16
+
+    @pytest.fixture(scope="class")
+    def continued(self, default_model):
+        """Each prompt with what the reference executor continues it with, greedily, and its logits."""
+        executor = ReferenceExecutor(default_model.shape, default_model.weights)
+        results = []
+        for prompt in self.PROMPTS:
+            tokens = np.frombuffer(default_model.tokenizer.encode(prompt), np.int32)
+            executor.allocate_kv(4, 16)
+            logits = run(executor, tokens, range(1, 5))
+            for position in range(len(tokens), len(tokens) + self.NUM_GENERATED):
+                tokens = np.append(tokens, np.int32(logits[-1].argmax()))
+                logits = np.concatenate([logits, run(executor, tokens, range(1, 5), position)])
+            results.append((tokens, logits))
+        return results
+
+    def test_logits_are_close_to_the_reference_and_greedy_choices_the_same(self, path, default_model, continued):
+        executor = NativeExecutor(default_model.shape, default_model.weights, path=path)
+        for tokens, expected in continued:
+            executor.allocate_kv(4, 16)
+            logits = run(executor, tokens, range(1, 5))
+            # Of logits up to 36, with a root mean square of 6 to 14.
+            assert np.abs(logits - expected).max() < 1.0
+            assert np.square(logits - expected).mean() ** 0.5 < 0.2
+            chosen = slice(-1 - self.NUM_GENERATED, -1)
+            np.testing.assert_array_equal(logits[chosen].argmax(axis=1), expected[chosen].argmax(axis=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from anaphora.engine.executor import Executor, LayerGroup
     from anaphora.model import Model
 
-ExecutorKind: TypeAlias = Literal["reference"]
+log = logging.getLogger(__name__)
+
+ExecutorKind: TypeAlias = Literal["auto", "native", "reference"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 """Memory for KV where there is plenty of it."""
@@ -42,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
 def build_engine(
     model: Model,
     *,
-    executor: ExecutorKind = "reference",
+    executor: ExecutorKind = "auto",
     index: IndexKind = "radix",
     kv_memory_bytes: int | None = None,
     max_num_seqs: int = 64,
@@ -52,14 +55,15 @@ def build_engine(
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
 
-    executor: "reference" is numpy, float32.
+    executor: "native" is C++, bf16, compiled at first use; "reference" is numpy, float32, several times slower;
+        "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
     index: how prefixes are found, "radix" or "hash".
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     max_num_seqs, max_num_batched_tokens, max_context, seed: as `Engine` has them.
 
     Raises:
-        ValueError: an unknown executor or index, a limit below 1, too little memory for one block, or more
-            than the machine has; the message names the option and what is allowed.
+        ValueError: an unknown executor or index, a limit below 1, too little memory for one block, more than the
+            machine has, or "native" where it cannot be built; the message names the option and what is allowed.
         MemoryError: the machine has that much, but this process does not get it.
     """
     if kv_memory_bytes is not None:
@@ -158,11 +162,32 @@ def _cgroup_bytes(name: str) -> int | None:
         return None
 
 
+# Executors are imported where they are used, so that an engine does not load those that it does not run.
+
+
+def _auto(model: Model) -> Executor:
+    from anaphora.engine.native import NativeExecutor, NativeUnavailableError  # noqa: PLC0415
+
+    try:
+        return NativeExecutor(model.shape, model.weights)
+    except NativeUnavailableError as error:
+        log.warning("executor: running reference, which is slower, since native is not available: %s", error)
+        return _reference(model)
+
+
+def _native(model: Model) -> Executor:
+    from anaphora.engine.native import NativeExecutor, NativeUnavailableError  # noqa: PLC0415
+
+    try:
+        return NativeExecutor(model.shape, model.weights)
+    except NativeUnavailableError as error:
+        raise ValueError(f"executor: 'native' is not available here: {error}") from None
+
+
 def _reference(model: Model) -> Executor:
-    # Here, so that an engine with another executor does not load this one.
     from anaphora.engine.reference import ReferenceExecutor  # noqa: PLC0415
 
     return ReferenceExecutor(model.shape, model.weights)
 
 
-_EXECUTORS: dict[str, Callable[[Model], Executor]] = {"reference": _reference}
+_EXECUTORS: dict[str, Callable[[Model], Executor]] = {"auto": _auto, "native": _native, "reference": _reference}
