@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, cast
 
-from anaphora.cache.order import LruOrder
+from anaphora.cache.node import LruOrder
 from anaphora.cache.reuse import BIN_START_S, NUM_BINS, Reuse, age_bin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anaphora.cache.radix_tree import Node, Root
+    from anaphora.cache.node import Node, Root
     from anaphora.cache.reuse import Kind, ReuseKind
 
 NUM_GHOSTS = 8_192

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from anaphora.cache.adaptive import Adaptive, AdaptiveOrder
-from anaphora.cache.order import LruOrder
+from anaphora.cache.node import LruOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anaphora.cache.radix_tree import Node
+    from anaphora.cache.node import Node
 
 Score = tuple[float, ...]
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
-from anaphora.cache.radix_tree import RadixTree, Root, count_equal_blocks
+from anaphora.cache.node import Root
+from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.order import LruOrder
-    from anaphora.cache.radix_tree import Key, Label, Node
+    from anaphora.cache.node import Key, Label, LruOrder, Node
     from anaphora.cache.residency import Residency
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows

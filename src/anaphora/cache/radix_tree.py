@@ -19,74 +19,26 @@ gives up only what the shared order cannot.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anaphora.cache.eviction import make_order
 from anaphora.cache.index import require
-from anaphora.cache.segments import BlockContent, Segments
+from anaphora.cache.node import Key, Label, Node, Root
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.order import LruOrder
+    from anaphora.cache.node import LruOrder
     from anaphora.cache.residency import Residency
+    from anaphora.cache.segments import Segments
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
-Key = bytes | bytearray | memoryview
-Label = bytes | tuple[bytes, BlockContent]
 
 MIN_VIEW_BYTES = 8192
 """From here on a copy costs more than a view."""
-
-
-class Node:
-    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
-
-    label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
-        holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
-    depth: blocks before its first one.
-    order: where it stands when nobody holds it. note: what its order remembers of it.
-    lost: the tokens of the block that came after its last one until it was trimmed.
-    digests: names of its first blocks, as many as have been asked for.
-    """
-
-    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "lost", "note", "order", "parent", "ref")
-
-    def __init__(self, parent: Node | None, order: LruOrder, label: Label, key: Key, blocks: array[int]) -> None:
-        self.parent = parent
-        self.order = order
-        self.label = label
-        self.key = key
-        self.blocks = blocks
-        self.kids: dict[Label, Node] = {}
-        self.ref = 0
-        self.depth: int = parent.depth + len(parent.blocks) if parent else 0
-        self.digests: list[bytes] | None = None
-        self.note: Any = None
-        self.lost: bytes | None = None
-
-    def path(self) -> list[Node]:
-        """Nodes from below the root to this one."""
-        nodes: list[Node] = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
-
-class Root(Node):
-    """Where a lane begins: all that is known under one namespace."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Namespace, order: LruOrder) -> None:
-        super().__init__(None, order, b"", b"", array("i"))
-        self.namespace = namespace
 
 
 class RadixTree:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from array import array
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from anaphora.cache.manager import KVCacheManager
     from anaphora.cache.segments import Segments
     from anaphora.identity import Media, Namespace
 
 State = Literal["waiting", "running", "preempted", "finished"]
+
+
+class Manager(Protocol):
+    """Who made a sequence: all that the sequence itself asks of it."""
+
+    def lookup(self, sequence: Sequence) -> int:
+        """Return how many of its tokens an admission would find now."""
+        ...
 
 
 class Sequence:
@@ -56,7 +63,7 @@ class Sequence:
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: Manager,
         tokens: bytes,
         namespace: Namespace,
         read_cache: bool,

@@ -1,0 +1,111 @@
+"""Nodes of a radix tree, and the order in which those that nobody holds stand."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from anaphora.cache.segments import BlockContent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anaphora.identity import Namespace
+
+Key = bytes | bytearray | memoryview
+Label = bytes | tuple[bytes, BlockContent]
+
+
+class Node:
+    """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
+
+    label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
+        holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
+    depth: blocks before its first one.
+    order: where it stands when nobody holds it. note: what its order remembers of it.
+    lost: the tokens of the block that came after its last one until it was trimmed.
+    digests: names of its first blocks, as many as have been asked for.
+    """
+
+    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "lost", "note", "order", "parent", "ref")
+
+    def __init__(self, parent: Node | None, order: LruOrder, label: Label, key: Key, blocks: array[int]) -> None:
+        self.parent = parent
+        self.order = order
+        self.label = label
+        self.key = key
+        self.blocks = blocks
+        self.kids: dict[Label, Node] = {}
+        self.ref = 0
+        self.depth: int = parent.depth + len(parent.blocks) if parent else 0
+        self.digests: list[bytes] | None = None
+        self.note: Any = None
+        self.lost: bytes | None = None
+
+    def path(self) -> list[Node]:
+        """Nodes from below the root to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+class Root(Node):
+    """Where a lane begins: all that is known under one namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace, order: LruOrder) -> None:
+        super().__init__(None, order, b"", b"", array("i"))
+        self.namespace = namespace
+
+
+class LruOrder:
+    """The nodes that nobody holds, in the order in which they were let go, and how many blocks they have.
+
+    Cost: O(1) for everything.
+    """
+
+    keeps_notes = False
+
+    def __init__(self, quota: int | None = None) -> None:
+        self.idle: OrderedDict[Node, None] = OrderedDict()
+        self.num_blocks = 0
+        self.quota = quota
+        """The most blocks that may stay here; None for any number."""
+
+    def add(self, node: Node) -> None:
+        """A node was let go, after its children were."""
+        self.idle[node] = None
+        self.num_blocks += len(node.blocks)
+
+    def remove(self, node: Node) -> None:
+        """A node is held again, or gone."""
+        del self.idle[node]
+        self.num_blocks -= len(node.blocks)
+
+    def first(self) -> Node:
+        """The leaf to go next. There is one."""
+        return next(iter(self.idle))
+
+    def became_leaf(self, node: Node) -> None:
+        """The last child of a node is gone."""
+
+    def used(self, node: Node, priority: int) -> None:
+        """A request that was served all of a node has gone on from there."""
+
+    def made(self, node: Node, priority: int) -> None:
+        """A request made a node, or made one longer."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node was cut in two."""
+
+    def finished(self, tail: Node, num_prompt_blocks: int, split: Callable[[Node, int], Node]) -> None:
+        """A request ends at `tail`, which it still holds; its prompt had so many whole blocks. `split` cuts a node."""
+
+    def evicted(self, node: Node, num_left: int) -> None:
+        """All blocks of a leaf but the first `num_left` are about to go."""
