@@ -57,12 +57,18 @@ void partial_results(const TileView& view, const Operand* queries, int64_t query
   const int64_t stop_cell = stop >= start + KEY_TILE ? TILE_CELLS : ceil_div(stop - start, CELL_TOKENS);
 
   alignas(64) float scores[R][KEY_TILE];
-  for (int64_t c = first_cell; c < stop_cell; ++c) {
-    F32 acc[R][1];
+  const auto score = [&](auto cells, int64_t c) __attribute__((always_inline)) {
+    constexpr int T = decltype(cells)::count;
+    F32 acc[R][T];
     clear(acc);
-    accumulate(acc, view.cells[c], CELL_TOKENS, model.sizes.head_dim / 2, queries, query_stride);
-    for (int r = 0; r < R; ++r) store(scores[r] + c * CELL_TOKENS, acc[r][0]);
-  }
+    const int64_t step = view.cells[c + T - 1] - view.cells[c];
+    accumulate(acc, view.cells[c], CELL_TOKENS, step, model.sizes.head_dim / 2, queries, query_stride);
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < T; ++t) store(scores[r] + (c + t) * CELL_TOKENS, acc[r][t]);
+  };
+  int64_t cell = first_cell;
+  for (; cell + TILES_AT_ONCE <= stop_cell; cell += TILES_AT_ONCE) score(Number<TILES_AT_ONCE>{}, cell);
+  for (; cell < stop_cell; ++cell) score(Number<1>{}, cell);
 
   alignas(64) Operand weights[R][KEY_TILE];
   for (int r = 0; r < R; ++r) {
@@ -88,13 +94,14 @@ void partial_results(const TileView& view, const Operand* queries, int64_t query
     F32 acc[R][T];
     clear(acc);
     for (int64_t c = first_cell; c < stop_cell; ++c)
-      accumulate(acc, view.cells[c] + keys + dim, dims, CELL_TOKENS / 2, weights[0] + c * CELL_TOKENS, KEY_TILE);
+      accumulate(acc, view.cells[c] + keys + dim, dims, LANES, CELL_TOKENS / 2, weights[0] + c * CELL_TOKENS,
+                 KEY_TILE);
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t) store(partial + r * partial_stride + PARTIAL_HEAD + dim + t * LANES, acc[r][t]);
   };
   int64_t dim = 0;
-  for (; dim + TILES_AT_ONCE * LANES <= dims; dim += TILES_AT_ONCE * LANES) mix(Rows<TILES_AT_ONCE>{}, dim);
-  for (; dim < dims; dim += LANES) mix(Rows<1>{}, dim);
+  for (; dim + TILES_AT_ONCE * LANES <= dims; dim += TILES_AT_ONCE * LANES) mix(Number<TILES_AT_ONCE>{}, dim);
+  for (; dim < dims; dim += LANES) mix(Number<1>{}, dim);
 }
 
 INLINE void clear_state(float* state, int64_t dims) {

@@ -35,7 +35,8 @@ void share_product(Team& team, const Matrix& matrix, const void* x, int64_t x_st
   share(team, matrix.num_strips * ceil_div(num_rows, ROW_CHUNK), [&](int64_t item) {
     const int64_t first = item / matrix.num_strips * ROW_CHUNK;
     const int64_t stop = first + ROW_CHUNK < num_rows ? first + ROW_CHUNK : num_rows;
-    multiply(matrix, item % matrix.num_strips, (const Operand*)x, x_stride, first, stop, epilogue);
+    const int64_t strip = item % matrix.num_strips;
+    multiply(matrix, strip, (const Operand*)x, x_stride, first, stop, strip + team.size(), epilogue);
   });
 }
 
