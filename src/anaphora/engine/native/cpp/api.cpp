@@ -299,6 +299,7 @@ extern "C" {
 // The paths of this build that the processor can run, best first, separated by spaces.
 const char* anaphora_paths() {
 #if defined(__x86_64__)
+  __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
