@@ -115,6 +115,17 @@ def test_sizes_have_units(text: str, size_bytes: int, monkeypatch: pytest.Monkey
     assert limits == [size_bytes]
 
 
+def test_calibrate_writes_a_profile_and_says_how_well_it_predicts(tmp_path: Path) -> None:
+    model = write_gguf_model(tmp_path / "tiny.gguf", max_context=512)
+    out = tmp_path / "profile.json"
+    completed = run("calibrate", model, "--executor", "reference", "--kv-memory", "4MiB", "--rate", "50", "--out", out)
+    assert completed.returncode == 0, completed.stderr
+    assert set(json.loads(out.read_text())) == {
+        "name", "span_s", "weight_bytes_per_s", "flops_per_s", "attention_flops_per_s", "kv_bytes_per_s"
+    }  # fmt: skip
+    assert completed.stdout.splitlines()[-1].startswith("48 requests; cached tokens of each: ")
+
+
 def test_exit_after_demo_without_a_demo_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--exit-after-demo"]) == 2
     assert capsys.readouterr().err == "anaphora: --exit-after-demo needs --demo\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API"))
     _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the virtual executor"))
     return parser
 
 
@@ -81,6 +83,17 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="cold runs a length (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_calibrate)
+    _add_model(parser)
+    _add_engine(parser)
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="the profile (default: %(default)s)"
+    )
+    parser.add_argument("--rate", type=float, default=4.0, metavar="R",
+                        help="requests a second of the trace that checks it (default: %(default)s)")  # fmt: skip
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +185,27 @@ def _bench_engine(args: argparse.Namespace, plan: Plan) -> BenchResult | str:
         return str(error)
     except OptionError as error:
         return _with_flag(str(error))
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from anaphora.engine.calibration import calibrate
+    from anaphora.model import ModelError
+    from anaphora.server.loading import OptionError, load_engine
+
+    if not args.rate > 0:
+        return _fail(f"--rate: expected a number above 0, got {args.rate}", code=2)
+    try:
+        _note("loading the model")
+        model, engine = load_engine(args.model, _engine_options(args))
+        profile, comparison = calibrate(engine, model.shape, rate_per_s=args.rate, progress=_note)
+        profile.save(args.out)
+    except (ModelError, OSError) as error:
+        return _fail(str(error))
+    except OptionError as error:
+        return _fail(_with_flag(str(error)))
+    print(comparison.to_table())
+    _note(f"The profile is in {args.out}.")
+    return 0
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:

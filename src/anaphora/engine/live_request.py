@@ -10,7 +10,7 @@ from anaphora.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from anaphora.cache.sequence import Sequence
     from anaphora.engine.request import Request
-    from anaphora.engine.sampling import Sampler
+    from anaphora.engine.sampling import TokenSource
     from anaphora.engine.stopping import OutputStream
 
 
@@ -25,7 +25,7 @@ class LiveRequest:
     request: Request
     sequence: Sequence
     arrival: int
-    sampler: Sampler
+    sampler: TokenSource
     output: OutputStream
 
     @property

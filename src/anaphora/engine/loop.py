@@ -10,6 +10,7 @@ It runs in whatever thread calls it and is not safe to be called from two; `Engi
 from __future__ import annotations
 
 import random
+import struct
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
     from anaphora.cache.manager import KVCacheManager
     from anaphora.engine.executor import Executor
     from anaphora.engine.request import FinishReason, Request, TokenLogprob
+    from anaphora.engine.sampling import TokenSource
     from anaphora.engine.scheduler import ScheduledSpan
     from anaphora.engine.stopping import Detokenizer
     from anaphora.model.tokenizer import Tokenizer
+
+
+_pack_id = struct.Struct("=i").pack
 
 
 @dataclass(slots=True)
@@ -69,6 +74,10 @@ class EngineStats:
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
+def _new_sampler(request: Request, seed: int) -> TokenSource:
+    return Sampler(request.sampling, seed)
+
+
 class Engine:
     """Continuous batching of requests over an executor and a KVCacheManager, both of which it takes over.
 
@@ -78,6 +87,7 @@ class Engine:
     max_context: longest sequence in tokens, the executor's own limit by default.
     seed: makes the seeds of requests that bring none; random by default.
     clock: returns seconds.
+    new_sampler: makes what draws a request's tokens, given its seed; the default draws from the logits.
 
     Raises:
         ValueError: a limit below 1, a block size that the executor does not support, or several layer groups.
@@ -95,6 +105,7 @@ class Engine:
         max_context: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        new_sampler: Callable[[Request, int], TokenSource] = _new_sampler,
     ) -> None:
         if manager.block_size not in executor.block_sizes:
             raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
@@ -118,6 +129,7 @@ class Engine:
         self._scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self._seeds = random.Random(seed)
         self._clock = clock
+        self._new_sampler = new_sampler
         self._live: dict[str, LiveRequest] = {}
         self._num_arrivals = 0
         self._stats = EngineStats()
@@ -222,7 +234,7 @@ class Engine:
             request,
             sequence,
             arrival=self._num_arrivals,
-            sampler=Sampler(sampling, seed),
+            sampler=self._new_sampler(request, seed),
             output=OutputStream(sampling, self._eos_token_ids, detokenizer),
         )
         self._num_arrivals += 1
@@ -267,7 +279,7 @@ class Engine:
                 manager.commit(live.sequence, num_tokens)
             elif delta.finish_reason is None:
                 manager.commit(live.sequence, num_tokens)
-                manager.append(live.sequence, delta.token_ids)
+                manager.append(live.sequence, _pack_id(delta.token_ids[0]))
             else:
                 if delta.finish_reason != "error":
                     manager.commit(live.sequence, num_tokens)

@@ -7,7 +7,7 @@ the position of the token in its output; not on the batch, and not on whether th
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from anaphora.engine.request import SamplingParams
 
 _NUM_SEED_BITS = 128
+
+
+class TokenSource(Protocol):
+    """What gives a request its tokens."""
+
+    def sample(self, logits: NDArray[np.float32], position: int) -> int:
+        """Return output token number `position` (from 0) given its logits, float32 [vocab_size]."""
+        ...
 
 
 class Sampler:

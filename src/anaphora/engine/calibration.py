@@ -1,0 +1,241 @@
+"""Calibration: the speeds of this machine and executor, fitted to steps that were measured, and how well they predict.
+
+measure_steps -> fit_profile -> HardwareProfile -> a VirtualExecutor -> compare with the real one on the same trace
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from anaphora.cache import KVCacheManager
+from anaphora.engine.cost_model import HardwareProfile, WorkModel
+from anaphora.engine.executor import Batch, Span
+from anaphora.engine.loop import Engine
+from anaphora.engine.replay import Arrival, Served, WallClock, replay
+from anaphora.engine.request import Request, SamplingParams
+from anaphora.engine.virtual import VirtualClock, VirtualExecutor
+from anaphora.tokens import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from anaphora.engine.cost_model import StepWork
+    from anaphora.engine.executor import Executor
+    from anaphora.engine.replay import Clock
+    from anaphora.model.shape import ModelShape
+
+_PREFILL_TOKENS = (8, 32, 128, 512)
+_PREFILL_STARTS = (0, 512, 2048)
+_DECODE_SPANS = (1, 4, 16, 32)
+_DECODE_CONTEXTS = (64, 512, 2048)
+_MIXED = ((4, 512, 64), (16, 512, 128))
+"""Spans that decode, their context, and tokens of a prefill beside them."""
+
+
+class MeasuredStep(NamedTuple):
+    """What a step had to do, and the median of the seconds that it took."""
+
+    work: StepWork
+    seconds: float
+
+
+def measure_steps(
+    executor: Executor,
+    shape: ModelShape,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_seconds: float = 20.0,
+    max_rounds: int = 7,
+    clock: Callable[[], float] | None = None,
+) -> list[MeasuredStep]:
+    """Time steps of many kinds on pages that are allocated already, overwriting what is in them.
+
+    Kind after kind, round after round, so that a busy moment spoils no kind's median; no round begins after
+    `max_seconds`, the first one excepted. Kinds that do not fit context or pages are left out.
+    """
+    now = clock or WallClock()
+    work = WorkModel(shape)
+    batches = list(_batches(shape, num_blocks, block_size))
+    times: list[list[float]] = [[] for _ in batches]
+    for batch in batches[:1]:  # threads start, caches fill
+        executor.execute(batch)
+    began = now()
+    for num_round in range(max_rounds):
+        if num_round and now() - began > max_seconds:
+            break
+        for batch, of_batch in zip(batches, times, strict=True):
+            started = now()
+            executor.execute(batch)
+            of_batch.append(now() - started)
+    return [
+        MeasuredStep(work.of(batch), statistics.median(of_batch))
+        for batch, of_batch in zip(batches, times, strict=True)
+    ]
+
+
+def _batches(shape: ModelShape, num_blocks: int, block_size: int) -> Iterator[Batch]:
+    rng = np.random.default_rng(0)
+
+    def batch(*spans: tuple[int, int]) -> Batch | None:
+        """Of (start, tokens), each on pages of its own; None if they do not fit."""
+        made: list[Span] = []
+        first = 1
+        for start, num in spans:
+            end = start + num
+            after = first - (-end // block_size)
+            if end > shape.max_context or after > num_blocks + 1:
+                return None
+            tokens = rng.integers(0, shape.vocab_size, num, dtype=np.int32)
+            made.append(Span(tokens, start, [array("i", range(first, after))]))
+            first = after
+        return Batch(made)
+
+    wanted = [
+        *(((start, num),) for num in _PREFILL_TOKENS for start in _PREFILL_STARTS),
+        *(((context, 1),) * num for num in _DECODE_SPANS for context in _DECODE_CONTEXTS),
+        *((*((context, 1),) * num, (0, prefill)) for num, context, prefill in _MIXED),
+    ]
+    yield from filter(None, (batch(*spans) for spans in wanted))
+
+
+def fit_profile(name: str, steps: Sequence[MeasuredStep]) -> HardwareProfile:
+    """Return the speeds that explain the steps best: least squares of the relative errors, none of them negative.
+
+    ValueError for no steps at all.
+    """
+    if not steps:
+        raise ValueError("steps: none was measured; the context or the pages are too small for all of them")
+    # Divided by the measured time: a step of 10 ms must be as right as one of 500 ms.
+    rows = np.array([np.array(step.work) / step.seconds for step in steps])
+    scale = rows.max(axis=0)
+    rows /= np.where(scale > 0, scale, 1)
+    costs = np.zeros(rows.shape[1])
+    used = np.flatnonzero(scale > 0)
+    while len(used):
+        solution = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)[0]
+        if (solution > 0).all():
+            costs[used] = solution / scale[used]
+            break
+        used = np.delete(used, solution.argmin())
+    span_s, *seconds_per = (float(cost) for cost in costs)
+    speeds = [1 / cost if cost else None for cost in seconds_per]
+    return HardwareProfile(name, span_s, *speeds)
+
+
+# -- how well it predicts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same arrivals on the real executor and on the virtual one. Times are in seconds."""
+
+    real: list[Served]
+    virtual: list[Served]
+
+    @property
+    def ttft_error(self) -> float:
+        """Median over the requests of |predicted - real| / real time to first token."""
+        return statistics.median(
+            abs(virtual.ttft_s - real.ttft_s) / real.ttft_s
+            for real, virtual in zip(self.real, self.virtual, strict=True)
+        )
+
+    @property
+    def mean_ttft_error(self) -> float:
+        """(predicted - real) / real of the mean time to first token."""
+        real, virtual = (statistics.fmean(record.ttft_s for record in run) for run in (self.real, self.virtual))
+        return virtual / real - 1
+
+    @property
+    def has_equal_cached_tokens(self) -> bool:
+        """Whether every single request found as many tokens in the cache."""
+        return [r.num_cached_tokens for r in self.real] == [v.num_cached_tokens for v in self.virtual]
+
+    def to_table(self) -> str:
+        """For people."""
+        lines = [f"{'time to first token, ms':<24}  {'real':>8}  {'virtual':>8}  {'error':>6}"]
+        runs = [sorted(1000 * record.ttft_s for record in run) for run in (self.real, self.virtual)]
+        rows: tuple[tuple[str, Callable[[list[float]], float]], ...] = (
+            ("mean", statistics.fmean),
+            ("median", statistics.median),
+            ("p90", _p90),
+        )
+        for name, pick in rows:
+            real, virtual = (pick(run) for run in runs)
+            lines.append(f"{name:<24}  {real:>8.1f}  {virtual:>8.1f}  {virtual / real - 1:>+6.1%}")
+        cached = [sum(record.num_cached_tokens for record in run) for run in (self.real, self.virtual)]
+        lines.append(f"{'cached tokens':<24}  {cached[0]:>8,}  {cached[1]:>8,}")
+        equal = "equal" if self.has_equal_cached_tokens else "not equal"
+        lines.append(f"{len(self.real)} requests; cached tokens of each: {equal}; "
+                     f"error of each one's time: median {self.ttft_error:.1%}")  # fmt: skip
+        return "\n".join(lines)
+
+
+def _p90(values: Sequence[float]) -> float:
+    return values[int(0.9 * (len(values) - 1))]
+
+
+def compare(engine: Engine, shape: ModelShape, profile: HardwareProfile, arrivals: Sequence[Arrival]) -> Comparison:
+    """Replay the arrivals on an idle engine's executor, and on a virtual one, each with an empty cache of its own.
+
+    What the engine had cached is overwritten, and so forgotten.
+    """
+    num_blocks, block_size = engine.manager.num_blocks, engine.manager.block_size
+
+    def run(runner: Executor, clock: Clock) -> list[Served]:
+        return replay(Engine(runner, KVCacheManager(num_blocks, block_size), clock=clock), clock, arrivals)
+
+    virtual_clock = VirtualClock()
+    virtual = run(VirtualExecutor(shape, profile, virtual_clock), virtual_clock)
+    engine.manager.reset()
+    return Comparison(run(engine.executor, WallClock()), virtual)
+
+
+def calibrate(
+    engine: Engine, shape: ModelShape, *, rate_per_s: float, progress: Callable[[str], None]
+) -> tuple[HardwareProfile, Comparison]:
+    """Measure an idle engine's executor; return its profile, and how well that predicts a trace of its own.
+
+    The cache is empty afterwards. progress: told a line now and then.
+    """
+    manager = engine.manager
+    manager.reset()
+    progress("timing steps")
+    steps = measure_steps(engine.executor, shape, num_blocks=manager.num_blocks, block_size=manager.block_size)
+    profile = fit_profile(engine.executor.numerics_id, steps)
+    progress(f"{len(steps)} kinds of steps timed; replaying a trace")
+    longest = min(1200, engine.max_request_tokens)
+    arrivals = example_arrivals(shape.vocab_size, max_tokens=longest, rate_per_s=rate_per_s)
+    return profile, compare(engine, shape, profile, arrivals)
+
+
+def example_arrivals(
+    vocab_size: int,
+    *,
+    max_tokens: int = 1200,
+    num_requests: int = 48,
+    rate_per_s: float = 4.0,
+    num_prefixes: int = 6,
+    seed: int = 0,
+) -> list[Arrival]:
+    """Return requests of at most `max_tokens` that share one of a few prefixes, at random (Poisson) times."""
+    rng = random.Random(seed)
+
+    def fresh(num_tokens: int) -> bytes:
+        return pack([rng.randrange(vocab_size) for _ in range(num_tokens)])
+
+    prefixes = [fresh(rng.randint(max_tokens // 3, max_tokens * 4 // 5)) for _ in range(num_prefixes)]
+    arrivals, time_s = [], 0.0
+    for i in range(num_requests):
+        time_s += rng.expovariate(rate_per_s)
+        prompt = rng.choice(prefixes) + fresh(rng.randint(1, max(1, max_tokens // 10)))
+        sampling = SamplingParams(max_tokens=rng.randint(1, max(1, max_tokens // 40)), temperature=0.0, ignore_eos=True)
+        arrivals.append(Arrival(time_s, Request(f"example-{i}", prompt, sampling)))
+    return arrivals
