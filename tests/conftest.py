@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from anaphora import compiled
+from anaphora.compiled import absent
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from anaphora.model import Model
 
 # The model's package is imported where it is used: the core's tests need nothing but the standard library.
+
+
+@contextmanager
+def _form(name: str) -> Iterator[None]:
+    if name == "compiled" and not compiled.IN_USE:
+        pytest.skip("the loops in C are not built, or ANAPHORA_PURE is set")
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "pure":
+            patch.setattr(compiled, "pack", absent.pack)
+            patch.setattr(compiled, "chain", absent.chain)
+            patch.setattr(compiled, "IN_USE", False)
+            patch.setenv("ANAPHORA_PURE", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def form() -> Callable[[str], AbstractContextManager[None]]:
+    """A context in which packing and digests run "compiled" or "pure"."""
+    return _form
+
+
+@pytest.fixture(scope="module", params=["compiled", "pure"])
+def each_form(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a module's tests with the loops in C, and with their pure forms."""
+    with _form(request.param):
+        yield
 
 
 @pytest.fixture(scope="session")

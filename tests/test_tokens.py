@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from anaphora.tokens import MAX_TOKEN_ID, MIN_TOKEN_ID, pack, unpack
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 IDS = st.lists(st.integers(MIN_TOKEN_ID, MAX_TOKEN_ID), max_size=3000)
 
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from anaphora import compiled
+
 TOKEN_BYTES = 4
 """Size of one token id in a buffer."""
 
@@ -35,7 +37,7 @@ def pack(token_ids: TokenIds) -> bytes:
         ValueError: an id does not fit int32, or `bytes` whose length is no multiple of 4.
         TypeError: something that is not an integer, or a buffer of another kind than integers.
 
-    Cost: O(1) for bytes, one memcpy for int32 buffers, about 8 ns an id for lists.
+    Cost: O(1) for bytes, one memcpy for int32 buffers, for lists about 3 ns an id in C, 10 in its pure form.
     """
     if type(token_ids) is bytes:
         if len(token_ids) % TOKEN_BYTES:
@@ -76,6 +78,11 @@ def _pack_buffer(view: memoryview) -> bytes:
 
 
 def _pack_integers(ids: Sequence[int]) -> bytes:
+    packed = compiled.pack(ids)
+    return _pack_purely(ids) if packed is None else packed
+
+
+def _pack_purely(ids: Sequence[int]) -> bytes:
     num_ids = len(ids)
     whole = num_ids - num_ids % _PACK_CHUNK
     try:

@@ -23,6 +23,8 @@ from anaphora.identity import (
     validate_media,
 )
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 KEY = bytes(range(32))
 # Letters that framing uses itself.
 TEXT = st.text("ab\0\1", max_size=3)

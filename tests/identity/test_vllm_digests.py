@@ -25,6 +25,8 @@ from anaphora.identity import (
 )
 from anaphora.tokens import pack
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 # Around every boundary at which an encoding changes its size, and anywhere.
 EDGES = [0, 23, 24, 0x7F, 0x80, 0xFF, 0x100, 0x1819, 0x7FFF, 0xFFFF, 0x10000, 0x1A0000, 0xFFFFFF, 0x1000000, 2**31 - 1]
 INT32 = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**18), st.integers(-(2**31), 2**31 - 1))

@@ -19,7 +19,11 @@ SERIALIZERS: dict[str, Serializer] = {
     "xxhash_cbor": CborSerializer(),
 }
 
-pytestmark = [pytest.mark.parametrize("version", VERSIONS), pytest.mark.parametrize("source", SOURCES)]
+pytestmark = [
+    pytest.mark.usefixtures("each_form"),
+    pytest.mark.parametrize("version", VERSIONS),
+    pytest.mark.parametrize("source", SOURCES),
+]
 
 
 def test_the_first_parent_follows_the_seed(source, version):

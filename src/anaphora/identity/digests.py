@@ -6,19 +6,23 @@ import secrets
 import sys
 from array import array
 from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+from anaphora import compiled
 from anaphora.tokens import TOKEN_BYTES, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anaphora.identity.extras import Extras
+    from anaphora.identity.extras import Content, Extras
     from anaphora.identity.namespace import Namespace
     from anaphora.tokens import TokenIds
 
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 _PROCESS_KEY = secrets.token_bytes(32)
+# Each kind of content has a domain of its own, so none can imitate another.
+_NAMESPACE, _BLOCK, _BLOCK_WITH_CONTENT = b"namespace", b"block", b"block+extras"
 
 
 class BlockDigests:
@@ -31,7 +35,7 @@ class BlockDigests:
     name: says which digest this is.
     digest_size: bytes in each name.
 
-    Cost: about 0.5 us a block of 16 tokens.
+    Cost: about 0.4 us a block of 16 tokens in C, 0.8 us in its pure form.
     """
 
     name = "anaphora"
@@ -40,12 +44,11 @@ class BlockDigests:
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
             raise ValueError(f"key: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, got {len(key)}")
-        key = _PROCESS_KEY if key is None else key
-        # States that have absorbed the key: copying one is cheaper than absorbing it again. Each kind of content has a
-        # domain of its own, so none can imitate another.
-        self._root, self._plain, self._with_extras = (
-            blake2b(digest_size=self.digest_size, key=key, person=domain)
-            for domain in (b"namespace", b"block", b"block+extras")
+        self._key = _PROCESS_KEY if key is None else key
+        # States that have absorbed the key: copying one is cheaper than absorbing it again.
+        self._root, self._plain, self._with_content = (
+            blake2b(digest_size=self.digest_size, key=self._key, person=domain)
+            for domain in (_NAMESPACE, _BLOCK, _BLOCK_WITH_CONTENT)
         )
 
     def root(self, namespace: Namespace) -> bytes:
@@ -71,29 +74,48 @@ class BlockDigests:
         if len(parent) != self.digest_size:
             raise ValueError(f"parent: expected a digest of {self.digest_size} bytes, got {len(parent)} bytes")
         packed = whole_blocks(tokens, block_size)
-        width = block_size * TOKEN_BYTES
-        starts = range(0, len(packed), width)
-        digests: list[bytes] = []
         if extras is None:
-            copy = self._plain.copy
-            for start in starts:
-                state = copy()
-                state.update(parent + packed[start : start + width])
-                parent = state.digest()
-                digests.append(parent)
+            return self._plain_blocks(parent, packed, block_size)
+        width = block_size * TOKEN_BYTES
+        require_one_a_block(extras, len(packed) // width)
+        digests: list[bytes] = []
+        contents = [block_extras.content if block_extras else None for block_extras in extras]
+        for content, run in groupby(contents):
+            start = len(digests) * width
+            ids = packed[start : start + len(list(run)) * width]
+            if content is None:
+                digests += self._plain_blocks(parent, ids, block_size)
+            else:
+                digests += self._blocks_with(content, parent, ids, block_size)
+            parent = digests[-1]
+        return digests
+
+    def _plain_blocks(self, parent: bytes, packed: bytes, block_size: int) -> list[bytes]:
+        digests = compiled.chain("blake2b", parent, packed, block_size, self._key, _BLOCK)
+        if digests is not None:
             return digests
-        require_one_a_block(extras, len(starts))
-        for start, block_extras in zip(starts, extras, strict=True):
-            content = block_extras.content if block_extras else None
-            state = (self._with_extras if content else self._plain).copy()
+        width, copy = block_size * TOKEN_BYTES, self._plain.copy
+        digests = []
+        for start in range(0, len(packed), width):
+            state = copy()
             state.update(parent + packed[start : start + width])
-            if content:
-                media, embeds = content
-                state.update(_counted(block_size, len(media)))
-                for item in media:
-                    state.update(_framed(item.digest) + _counted(item.offset, item.length))
-                for rows in embeds:
-                    state.update(_counted(rows.offset, rows.num_rows) + rows.digest)
+            parent = state.digest()
+            digests.append(parent)
+        return digests
+
+    def _blocks_with(self, content: Content, parent: bytes, packed: bytes, block_size: int) -> list[bytes]:
+        """Name consecutive blocks that hold the same besides their ids."""
+        media, embeds = content
+        written = _counted(block_size, len(media))
+        for item in media:
+            written += _framed(item.digest) + _counted(item.offset, item.length)
+        for rows in embeds:
+            written += _counted(rows.offset, rows.num_rows) + rows.digest
+        width = block_size * TOKEN_BYTES
+        digests: list[bytes] = []
+        for start in range(0, len(packed), width):
+            state = self._with_content.copy()
+            state.update(parent + packed[start : start + width] + written)
             parent = state.digest()
             digests.append(parent)
         return digests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from anaphora.identity.media import Media, MediaSpan, PromptEmbeds
 
@@ -33,6 +33,9 @@ class EmbedsKey(NamedTuple):
     digest: bytes
 
 
+Content: TypeAlias = tuple[tuple[MediaKey, ...], tuple[EmbedsKey, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Extras:
     """What a block's identity holds besides its token ids and its predecessors.
@@ -49,7 +52,7 @@ class Extras:
     embeds: tuple[EmbedsKey, ...] | None = None
 
     @property
-    def content(self) -> tuple[tuple[MediaKey, ...], tuple[EmbedsKey, ...]] | None:
+    def content(self) -> Content | None:
         """What the block itself holds, or None if that is token ids alone."""
         return (self.media, self.embeds or ()) if self.media or self.embeds else None
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import secrets
 from functools import cache, partial
 from hashlib import sha256
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from anaphora import compiled
 from anaphora.identity.digests import BlockDigests, require_one_a_block, whole_blocks
 from anaphora.identity.serializers import CborSerializer, ExtraKey, ExtraKeys, PickleSerializer, Tag
+from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from anaphora.compiled.absent import ChainKind
     from anaphora.identity.extras import EmbedsKey, Extras
     from anaphora.identity.namespace import Namespace
     from anaphora.tokens import TokenIds
@@ -45,7 +48,8 @@ class VllmDigests(BlockDigests):
 
     Raises ValueError for the unsafe combination, ModuleNotFoundError without the xxhash package.
 
-    Cost: 6 us a chain, and for each block of 16 tokens 1.1 us with sha256, 0.8 us with xxhash, both serialisers.
+    Cost: for each block of 16 tokens 0.2 us with sha256 in C; in its pure form 1.5 us with sha256 and 1.2 us with
+    xxhash, and 6 us a chain.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class VllmDigests(BlockDigests):
         self._hash: Callable[[bytes], Any] = _xxh3_128() if is_xxhash else sha256
         self.digest_size = 16 if is_xxhash else 32
         self._serializer = CborSerializer() if algorithm.endswith("cbor") else PickleSerializer()
+        self._kind: ChainKind | None = None if is_xxhash else "cbor" if algorithm.endswith("cbor") else "pickle"
         # Block sizes are few, and what is fixed by them is asked for with every chain.
         self._heads, self._opening = cache(self._serializer.heads), cache(self._serializer.opening)
         self._closing = cache(partial(self._serializer.closing, extra_keys=()))
@@ -91,6 +96,10 @@ class VllmDigests(BlockDigests):
     ) -> list[bytes]:
         """Return the digests of consecutive full blocks; see `BlockDigests.chain`."""
         packed = whole_blocks(tokens, block_size)
+        self._require_parent(parent)
+        digests = self._digest_in_c(parent, packed, block_size, extras)
+        if digests is not None:
+            return digests
         return self._digest(parent, self._serializer.packed_blocks(packed, block_size), block_size, extras)
 
     def chain_ids(
@@ -105,13 +114,37 @@ class VllmDigests(BlockDigests):
         for position, value in enumerate(ids):
             if not MIN_ID <= value <= MAX_ID:
                 raise ValueError(f"ids[{position}]: {value} does not fit int64")
+        self._require_parent(parent)
         return self._digest(parent, self._serializer.id_blocks(ids, block_size), block_size, extras)
+
+    def _require_parent(self, parent: bytes) -> None:
+        if len(parent) not in {self.digest_size, len(self._none_hash)}:
+            raise ValueError(f"parent: expected a digest of {self.digest_size} bytes, got {len(parent)} bytes")
+
+    def _digest_in_c(
+        self, parent: bytes, packed: bytes, block_size: int, extras: Sequence[Extras | None] | None
+    ) -> list[bytes] | None:
+        """What `_digest` returns, a run of equal extras at a time; None where that has to do it."""
+        if self._kind is None or not compiled.IN_USE:
+            return None
+        opening = self._opening(block_size)
+        if extras is None:
+            return compiled.chain(self._kind, parent, packed, block_size, opening, self._closing(block_size))
+        width = block_size * TOKEN_BYTES
+        digests: list[bytes] = []
+        for closing, run in groupby(self._closings(block_size, len(packed) // width, extras)):
+            start = len(digests) * width
+            ids = packed[start : start + len(list(run)) * width]
+            found = compiled.chain(self._kind, parent, ids, block_size, opening, closing)
+            if found is None:
+                return None
+            digests += found
+            parent = found[-1]
+        return digests
 
     def _digest(
         self, parent: bytes, blocks: list[bytes], block_size: int, extras: Sequence[Extras | None] | None
     ) -> list[bytes]:
-        if len(parent) not in {self.digest_size, len(self._none_hash)}:
-            raise ValueError(f"parent: expected a digest of {self.digest_size} bytes, got {len(parent)} bytes")
         new, join, opening = self._hash, b"".join, self._opening(block_size)
         heads, next_heads = self._heads(len(parent), block_size), self._heads(self.digest_size, block_size)
         digests: list[bytes] = []
