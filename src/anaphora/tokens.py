@@ -37,7 +37,7 @@ def pack(token_ids: TokenIds) -> bytes:
         ValueError: an id does not fit int32, or `bytes` whose length is no multiple of 4.
         TypeError: something that is not an integer, or a buffer of another kind than integers.
 
-    Cost: O(1) for bytes, one memcpy for int32 buffers, for lists about 3 ns an id in C, 10 in its pure form.
+    Cost: O(1) for bytes, one memcpy for int32 buffers, for lists about 3 ns an id in C, 11 in its pure form.
     """
     if type(token_ids) is bytes:
         if len(token_ids) % TOKEN_BYTES:

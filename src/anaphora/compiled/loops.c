@@ -1,6 +1,6 @@
-/* Two loops in C, bit-identical with the pure forms that run where there was no compiler: `pack` (anaphora/tokens.py) and
- * `chain` (anaphora/identity). What is unusual gets None, and the pure form decides: so its answers and errors are the
- * only ones. absent.py has the contract.
+/* Two loops in C, bit-identical with the pure forms that run where there was no compiler: `pack` (anaphora/tokens.py)
+ * and `chain` (anaphora/identity). What is unusual gets None, and the pure form decides: so its answers and errors are
+ * the only ones. absent.py has the contract.
  *
  * `chain` digests one message a block; numbers are hexadecimal, lengths in bytes:
  *
@@ -9,7 +9,7 @@
  *             43 20 PARENT           bytes, 32 of them
  *             BEFORE                 94, memoize; 28, a mark, before more than three ids
  *             IDS                    4b u8, 4d u16 or 4a i32 each, the shortest, little-endian
- *             AFTER                  the tuple ends, and is memoized; extra keys, or 4e for None; 87 94 2e, the triple ends
+ *             AFTER                  the tuple ends, and is memoized; extra keys, or 4e for None; 87 94 2e, the end
  *   cbor      83 58 20 PARENT        an array of three; bytes, 32 of them
  *             BEFORE                 the head of the array of ids
  *             IDS                    major type 0, or 1 below zero, with the shortest argument, big-endian
@@ -136,7 +136,8 @@ static void chain_sha256(const chain_job *job, uint8_t *message, uint8_t *parent
     static const uint8_t pickle_head[] = {0x80, 5, 0x95, 0, 0, 0, 0, 0, 0, 0, 0, 0x43, DIGEST_BYTES};
     static const uint8_t cbor_head[] = {0x83, 0x58, DIGEST_BYTES};
     const size_t size_at = 3, frame_at = 11;
-    const span head = job->kind == PICKLE ? (span){pickle_head, sizeof pickle_head} : (span){cbor_head, sizeof cbor_head};
+    const span head = job->kind == PICKLE ? (span){pickle_head, sizeof pickle_head}
+                                          : (span){cbor_head, sizeof cbor_head};
     uint8_t *parent_at = put(message, head), *ids_at = put(parent_at + DIGEST_BYTES, job->before);
 
     const uint8_t *id = job->ids.bytes, *end = id + job->ids.size;
