@@ -58,6 +58,6 @@ def fingerprint(manager: KVCacheManager) -> object:
         ]
     else:
         assert isinstance(index, HashIndex)
-        order = [list(index._free), [prefix and prefix.digest for prefix in index._prefixes]]
+        order = [list(index._free), [list(index._named.runs), list(index._named._positions), index.stored()]]
     tables = sorted((str(s.block_tables), s.num_computed_tokens) for s in manager._index.holders)
     return order, tables, manager.stats(), manager.num_free_blocks, manager.num_cached_blocks

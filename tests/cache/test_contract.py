@@ -320,7 +320,7 @@ class TestEviction:
         for salt in range(100):
             run(manager, tokens(1, 5), Namespace(salt=str(salt)))
         index = manager._index
-        assert len(index._tree.lanes if isinstance(index, RadixIndex) else index._roots) <= 2
+        assert len(index._tree.lanes if isinstance(index, RadixIndex) else index._trie.roots) <= 2
 
 
 class TestQuotas:

@@ -112,6 +112,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.copied[target] = source
         num_tokens = possible * share // 4
         self.memory.compute(sequence, num_tokens)
+        self.note_published(sequence)
+
+    def note_published(self, sequence: Sequence) -> None:
         if sequence.publishes:
             for end in range(self.block_size, sequence.num_computed_tokens + 1, self.block_size):
                 self.published.add((sequence.namespace, bytes(sequence.tokens[: end * TOKEN_BYTES])))
@@ -307,6 +310,19 @@ class SparseHybridMachine(HybridMachine):
     window_retention = 0
 
 
+class TinyHybridMachine(HybridMachine):
+    num_blocks = 9
+    windows = (None, 3)
+
+    @rule(prompt=PROMPTS)
+    def serve(self, prompt: list[int]) -> None:
+        sequence = self.manager.start(prompt)
+        if self.manager.allocate(sequence, sequence.num_tokens - sequence.num_cached_tokens):
+            self.memory.compute(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+            self.note_published(sequence)
+        self.manager.finish(sequence)
+
+
 class TinyHashPoolMachine(HashMachine):
     num_blocks = 4
 
@@ -331,6 +347,7 @@ MACHINES = (
     WindowMachine,
     HybridMachine,
     SparseHybridMachine,
+    TinyHybridMachine,
 )
 
 

@@ -97,13 +97,11 @@ class Replay:
     def state(self) -> dict[str, Any]:
         index = self.manager._index
         assert isinstance(index, HashIndex)
-        cached: dict[str, list[int]] = {}
-        stack = list(index._roots.values())
-        while stack:
-            prefix = stack.pop()
-            stack.extend(prefix.kids.values())
-            if any(prefix.blocks):
-                cached[prefix.digest.hex() + "00000000"] = prefix.blocks[0]
+        trie = index._trie
+        cached = {
+            f"{trie.names(run, position + 1)[position].hex()}{group:08x}": blocks
+            for run, position, group, blocks in trie.cached()
+        }
         return {
             "free_queue": list(index._free),
             "ref_cnt": {str(block): count for block, count in enumerate(index._num_holders) if count},

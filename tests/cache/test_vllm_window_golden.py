@@ -49,15 +49,10 @@ def admit(manager: KVCacheManager, sequence: Sequence, chunk: int | None) -> dic
 
 
 def names(index: HashIndex) -> dict[str, list[int]]:
-    found = {}
-    stack = list(index._roots.values())
-    while stack:
-        prefix = stack.pop()
-        stack.extend(prefix.kids.values())
-        for group, blocks in enumerate(prefix.blocks):
-            if blocks:
-                found[f"{prefix.digest.hex()}{group:08x}"] = blocks
-    return found
+    return {
+        f"{index._trie.names(run, position + 1)[position].hex()}{group:08x}": blocks
+        for run, position, group, blocks in index._trie.cached()
+    }
 
 
 @pytest.mark.parametrize("name", list(GOLDEN["traces"]))
