@@ -116,6 +116,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--executor", choices=["auto", "native", "reference"], help="what runs the model (default: native if it builds)"
     )
+    engine.add_argument(
+        "--queue-order",
+        choices=["fcfs", "lpm", "dfs", "fair"],
+        help="who is admitted next: first come; longest cached prefix; depth first; fair, which bounds waiting "
+        "(default: fcfs)",
+    )
     engine.add_argument("--index", choices=["radix", "hash"], help="how prefixes are found (default: radix)")
 
 
@@ -216,6 +222,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         "max_context": args.max_context,
         "index": args.index,
         "executor": args.executor,
+        "queue_order": args.queue_order,
     }
     options: EngineOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options

@@ -200,7 +200,7 @@ def test_abort_in_any_state_gives_everything_back_once(reach: Callable[[ToyEngin
     num_tokens = len(toy.outcomes["x"].token_ids)
     toy.abort("x")
     assert (toy.outcomes["x"].finish_reason, len(toy.outcomes["x"].token_ids)) == ("abort", num_tokens)
-    assert toy.engine.abort("x") is None
+    assert toy.engine.abort("x") == []
     toy.abort("holder")  # if there is one
     assert toy.manager.num_free_blocks == 8
     assert not toy.engine.has_work
@@ -209,7 +209,7 @@ def test_abort_in_any_state_gives_everything_back_once(reach: Callable[[ToyEngin
 
 
 def test_aborting_an_unknown_request_does_nothing() -> None:
-    assert toy_engine().engine.abort("nobody") is None
+    assert toy_engine().engine.abort("nobody") == []
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,10 @@ class Outcome:
 
 @dataclass
 class ToyEngine:
-    """The parts of an engine, within reach of a test; `step` checks the manager's books every time."""
+    """The parts of an engine, within reach of a test; `step` checks the manager's books every time.
+
+    outcomes: by request id; of further samples by request id, "#" and the sample's index.
+    """
 
     engine: Engine
     executor: ToyExecutor
@@ -51,18 +54,18 @@ class ToyEngine:
     def submit(self, *requests: Request) -> None:
         for request in requests:
             self.engine.submit(request)
-            self.outcomes[request.request_id] = Outcome()
+            for index in range(request.sampling.n):
+                self.outcomes[_name_of(request.request_id, index)] = Outcome()
 
     def abort(self, request_id: str) -> None:
-        delta = self.engine.abort(request_id)
-        if delta is not None:
-            self.outcomes[request_id].add(delta)
+        for delta in self.engine.abort(request_id):
+            self.outcomes[_name(delta)].add(delta)
         self.manager.check()
 
     def step(self) -> list[Delta]:
         deltas = self.engine.step()
         for delta in deltas:
-            self.outcomes[delta.request_id].add(delta)
+            self.outcomes[_name(delta)].add(delta)
         self.manager.check()
         return deltas
 
@@ -74,6 +77,14 @@ class ToyEngine:
                 return [self.outcomes[request.request_id] for request in requests]
             self.step()
         raise AssertionError(f"no end after {max_steps} steps")
+
+
+def _name(delta: Delta) -> str:
+    return _name_of(delta.request_id, delta.index)
+
+
+def _name_of(request_id: str, index: int) -> str:
+    return f"{request_id}#{index}" if index else request_id
 
 
 def toy_engine(*, num_blocks: int = 64, block_size: int = 4, index: Any = "radix", **options: Any) -> ToyEngine:
@@ -89,6 +100,8 @@ def request(
     salt: str | None = None,
     read_cache: bool = True,
     write_cache: bool = True,
+    priority: int = 0,
+    deadline_s: float | None = None,
     **sampling: Any,
 ) -> Request:
     """A greedy request, unless `sampling` says otherwise."""
@@ -99,6 +112,8 @@ def request(
         Namespace(salt=salt),
         read_cache=read_cache,
         write_cache=write_cache,
+        priority=priority,
+        deadline_s=deadline_s,
     )
 
 

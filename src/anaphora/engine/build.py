@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.manager import IndexKind
     from anaphora.engine.executor import Executor, LayerGroup
+    from anaphora.engine.order import QueueOrderChoice
     from anaphora.model import Model
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_context: int | None
+    queue_order: QueueOrderChoice
     seed: int | None
 
 
@@ -51,6 +53,7 @@ def build_engine(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     max_context: int | None = None,
+    queue_order: QueueOrderChoice = "fcfs",
     seed: int | None = None,
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
@@ -59,10 +62,10 @@ def build_engine(
         "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
     index: how prefixes are found, "radix" or "hash".
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
-    max_num_seqs, max_num_batched_tokens, max_context, seed: as `Engine` has them.
+    max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
 
     Raises:
-        ValueError: an unknown executor or index, a limit below 1, too little memory for one block, more than the
+        ValueError: an unknown executor, index or order, a limit below 1, too little memory for one block, more than the
             machine has, or "native" where it cannot be built; the message names the option and what is allowed.
         MemoryError: the machine has that much, but this process does not get it.
     """
@@ -83,6 +86,7 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_context=max_context,
+        queue_order=queue_order,
         seed=seed,
     )
 

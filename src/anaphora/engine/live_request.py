@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,33 @@ class LiveRequest:
 
     sequence: its tokens and blocks, owned by the KVCacheManager.
     arrival: position in the order of submission; the lower, the older.
+    seed: of the request; its samples draw with those that follow.
+    index: which of the request's samples this is, from 0.
+    num_unborn: samples besides this one that share its prefill and begin when that is done.
+    deadline_s: when it must have ended, by the engine's clock; infinite if it may take its time.
+    half_time_s: when half of the time up to there has passed.
     """
 
     request: Request
     sequence: Sequence
     arrival: int
+    seed: int
     sampler: TokenSource
     output: OutputStream
+    index: int = 0
+    num_unborn: int = 0
+    deadline_s: float = math.inf
+    half_time_s: float = math.inf
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes first where not all can: the more urgent, then the older, then the lower sample."""
+        return (self.request.priority, self.arrival, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,6 +9,7 @@ It runs in whatever thread calls it and is not safe to be called from two; `Engi
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import time
@@ -20,6 +21,8 @@ import numpy as np
 
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.order.lazy_heap import LazyHeap
+from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
 from anaphora.engine.request import Delta, RequestError
 from anaphora.engine.sampling import Sampler, token_logprob
 from anaphora.engine.scheduler import Scheduler
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 
     from anaphora.cache.manager import KVCacheManager
     from anaphora.engine.executor import Executor
-    from anaphora.engine.request import FinishReason, Request, TokenLogprob
+    from anaphora.engine.order import QueueOrderChoice
+    from anaphora.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
     from anaphora.engine.sampling import TokenSource
     from anaphora.engine.scheduler import ScheduledSpan
     from anaphora.engine.stopping import Detokenizer
@@ -46,6 +50,8 @@ _pack_id = struct.Struct("=i").pack
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start; `num_running`, `num_waiting` and the block counts are of now. Times are in seconds.
+
+    num_held: of those that wait, how many do so for a prefix that is being computed.
 
     manager_s: in the manager's calls and the scheduling loop around them: an upper bound of what caching costs.
     execute_s: in the executor. step_s: in whole steps, so it contains all of execute_s and nearly all of manager_s.
@@ -65,6 +71,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_held: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
 
@@ -87,10 +94,14 @@ class Engine:
     max_context: longest sequence in tokens, the executor's own limit by default.
     seed: makes the seeds of requests that bring none; random by default.
     clock: returns seconds.
+    queue_order: who of those that wait is admitted next: "fcfs", "lpm", "dfs", "fair", or a function that makes a
+        QueueOrder for a KVCacheManager. See `anaphora.engine.order`.
+    min_held_tokens: a request is held back for a prefix that another one is computing if that saves so many tokens.
     new_sampler: makes what draws a request's tokens, given its seed; the default draws from the logits.
 
     Raises:
-        ValueError: a limit below 1, a block size that the executor does not support, or several layer groups.
+        ValueError: a limit below 1, an unknown order, a block size that the executor does not support, or several
+            layer groups.
     """
 
     def __init__(
@@ -105,6 +116,8 @@ class Engine:
         max_context: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        queue_order: QueueOrderChoice = "fcfs",
+        min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
         new_sampler: Callable[[Request, int], TokenSource] = _new_sampler,
     ) -> None:
         if manager.block_size not in executor.block_sizes:
@@ -126,11 +139,19 @@ class Engine:
 
             self._new_detokenizer = partial(Detokenizer, tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self._scheduler = Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            queue_order=queue_order,
+            min_held_tokens=min_held_tokens,
+        )
         self._seeds = random.Random(seed)
         self._clock = clock
         self._new_sampler = new_sampler
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, list[LiveRequest]] = {}
+        """By request, its samples."""
+        self._deadlines: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
         self._num_arrivals = 0
         self._stats = EngineStats()
         executor.allocate_kv(manager.num_blocks, manager.block_size)
@@ -166,6 +187,7 @@ class Engine:
             num_preemptions=cache.preemptions,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_held=scheduler.waiting.num_held,
             num_blocks=manager.num_blocks,
             num_free_blocks=manager.num_free_blocks,
         )
@@ -195,6 +217,11 @@ class Engine:
                 )
         if sampling.stop and self._new_detokenizer is None:
             raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
+        if sampling.n > self._scheduler.max_num_seqs:
+            raise RequestError(
+                "n",
+                f"n: {sampling.n} samples are drawn side by side; at most {self._scheduler.max_num_seqs} requests run",
+            )
         self._validate_length(len(ids), sampling.max_tokens)
 
     def _validate_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -228,26 +255,37 @@ class Engine:
             namespace=request.namespace,
             read_cache=request.read_cache,
             write_cache=request.write_cache,
+            priority=-request.priority,
         )
-        detokenizer = None if self._new_detokenizer is None else self._new_detokenizer()
         live = LiveRequest(
             request,
             sequence,
             arrival=self._num_arrivals,
+            seed=seed,
             sampler=self._new_sampler(request, seed),
-            output=OutputStream(sampling, self._eos_token_ids, detokenizer),
+            output=self._new_output(sampling),
+            num_unborn=sampling.n - 1,
         )
         self._num_arrivals += 1
-        self._live[request.request_id] = live
+        self._live[request.request_id] = [live]
+        if request.deadline_s is not None:
+            now = self._clock()
+            live.half_time_s, live.deadline_s = now + request.deadline_s / 2, now + request.deadline_s
+            self._deadlines.push((live.deadline_s,), live)
+            if self._deadlines.is_crowded:
+                timed = [each for samples in self._live.values() for each in samples if each.deadline_s < math.inf]
+                self._deadlines.rebuild(((each.deadline_s,), each) for each in timed)
         self._scheduler.add(live)
 
-    def abort(self, request_id: str) -> Delta | None:
-        """End a request in whatever state it is; return its last delta, or None if no such request is live."""
-        live = self._live.get(request_id)
-        return None if live is None else self._end_early(live, "abort")
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request in whatever state it is; return the last deltas of its samples, none if it is not live.
+
+        What it committed stays cached, all else is free again.
+        """
+        return self._end_all(request_id, "abort")
 
     def step(self) -> list[Delta]:
-        """Run one batch; return what it added, in order of arrival. Requests still in prefill add nothing.
+        """Run one batch; return what it added, in order of rank. Requests still in prefill add nothing.
 
         If the executor fails, the requests of this batch end with finish_reason "error", leaving nothing of the step
         in the cache; the others live on. Logits from which no token can be drawn end the one request that they are of.
@@ -255,9 +293,12 @@ class Engine:
         if not self._live:
             return []
         started = self._clock()
-        scheduled = self._scheduler.schedule()
+        deltas = self._end_late(started)
+        if not self._live:
+            return deltas
+        scheduled = self._scheduler.schedule(started)
         self._stats.manager_s += self._clock() - started
-        deltas = self._run(scheduled) if scheduled else [self._refuse_oldest()]
+        deltas += self._run(scheduled) if scheduled else self._refuse_first()
         self._stats.num_steps += 1
         self._stats.step_s += self._clock() - started
         return deltas
@@ -266,26 +307,65 @@ class Engine:
         try:
             rows = self._execute(scheduled)
         except Exception as error:
-            return [self._end_early(span.live, "error", _describe(error)) for span in scheduled]
+            described = _describe(error)
+            return [delta for span in scheduled for delta in self._end_early(span.live, "error", described)]
         for live, start, num_tokens in scheduled:
             self._stats.computed_prompt_tokens += max(0, min(start + num_tokens, live.num_prompt_tokens) - start)
         # Before anything is committed: KV that gives no usable logits must not be shared.
-        deltas = [
+        drawn = [
             None if row is None else self._advance(live, row) for (live, _, _), row in zip(scheduled, rows, strict=True)
         ]
-        manager, started = self._manager, self._clock()
-        for (live, _, num_tokens), delta in zip(scheduled, deltas, strict=True):
-            if delta is None:
-                manager.commit(live.sequence, num_tokens)
-            elif delta.finish_reason is None:
-                manager.commit(live.sequence, num_tokens)
-                manager.append(live.sequence, _pack_id(delta.token_ids[0]))
-            else:
-                if delta.finish_reason != "error":
-                    manager.commit(live.sequence, num_tokens)
-                self._end(live, delta.finish_reason)
+        started = self._clock()
+        deltas: list[Delta] = []
+        for (live, start, num_tokens), row, delta in zip(scheduled, rows, drawn, strict=True):
+            if delta is not None and delta.finish_reason == "error":
+                deltas += self._end_early(live, "error", delta.error, drawn=delta)
+                continue
+            self._commit(live, start, num_tokens)
+            if delta is not None and row is not None:
+                deltas.append(delta)
+                deltas += [self._branch(live, row, index) for index in range(1, live.num_unborn + 1)]
+                self._go_on(live, delta)
         self._stats.manager_s += self._clock() - started
-        return [delta for delta in deltas if delta is not None]
+        return deltas
+
+    def _commit(self, live: LiveRequest, start: int, num_tokens: int) -> None:
+        self._manager.commit(live.sequence, num_tokens)
+        block_size = self._manager.block_size
+        if (start + num_tokens) // block_size > start // block_size or live.sequence.num_computed_tokens == (
+            live.num_prompt_tokens
+        ):
+            self._scheduler.committed(live)
+
+    def _go_on(self, live: LiveRequest, delta: Delta) -> None:
+        """A token was drawn: it is the last one, or the next to be computed."""
+        if delta.finish_reason is None:
+            self._manager.append(live.sequence, _pack_id(delta.token_ids[0]))
+        else:
+            self._end(live, delta.finish_reason)
+
+    def _branch(self, parent: LiveRequest, logits: NDArray[np.float32], index: int) -> Delta:
+        """Begin sample number `index` after the prompt that `parent` has computed; return its first delta."""
+        request, seed = parent.request, parent.seed + index
+        live = LiveRequest(
+            request,
+            self._manager.fork(parent.sequence),
+            arrival=parent.arrival,
+            seed=seed,
+            sampler=self._new_sampler(request, seed),
+            output=self._new_output(request.sampling),
+            index=index,
+            deadline_s=parent.deadline_s,
+        )
+        self._live[request.request_id].append(live)
+        self._scheduler.add_branch(live, parent)
+        delta = self._advance(live, logits)
+        self._go_on(live, delta)
+        return delta
+
+    def _new_output(self, sampling: SamplingParams) -> OutputStream:
+        detokenizer = None if self._new_detokenizer is None else self._new_detokenizer()
+        return OutputStream(sampling, self._eos_token_ids, detokenizer)
 
     def _execute(self, scheduled: list[ScheduledSpan]) -> list[NDArray[np.float32] | None]:
         """Compute the spans; return the logits of those that are complete, float32 [vocab_size], None for the others.
@@ -327,25 +407,49 @@ class Engine:
             live, token_ids=(token_id,), text=piece.text, finish_reason=piece.finish_reason, logprobs=logprobs
         )
 
-    def _refuse_oldest(self) -> Delta:
-        """Even the oldest gets no slots, with nothing else running: others hold the blocks, so waiting has no end."""
-        scheduler, manager = self._scheduler, self._manager
-        oldest = scheduler.running[0] if scheduler.running else scheduler.waiting.peek()
+    def _refuse_first(self) -> list[Delta]:
+        """Not even the first gets slots, with nothing else running: others hold the blocks, so waiting has no end."""
+        manager = self._manager
         return self._end_early(
-            oldest,
+            self._scheduler.first(),
             "error",
             f"KV blocks: only {manager.num_free_blocks} of {manager.num_blocks} can be had, "
             "though no other request runs",
         )
 
-    def _end_early(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> Delta:
-        delta = self._delta(live, finish_reason=reason, error=error)
+    def _end_late(self, now_s: float) -> list[Delta]:
+        """End the requests whose deadline has come."""
+        deltas: list[Delta] = []
+        while (entry := self._deadlines.first_entry()) is not None and entry[0][0] <= now_s:
+            self._deadlines.drop_first()
+            request = entry[1].request
+            samples = self._live.get(request.request_id, ())
+            if any(live.request is request for live in samples):
+                error = f"deadline_s: {request.deadline_s} s have passed"
+                deltas += self._end_all(request.request_id, "abort", error)
+        return deltas
+
+    def _end_all(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[Delta]:
+        samples = list(self._live.get(request_id, ()))
+        return [delta for live in samples for delta in self._end_early(live, reason, error)]
+
+    def _end_early(
+        self, live: LiveRequest, reason: FinishReason, error: str | None = None, *, drawn: Delta | None = None
+    ) -> list[Delta]:
+        """End a sample, and with it those that were to begin after it; return their last deltas."""
+        first = drawn or self._delta(live, finish_reason=reason, error=error)
+        unborn = [
+            self._delta(live, finish_reason=reason, error=error, index=index) for index in range(1, live.num_unborn + 1)
+        ]
         self._end(live, reason)
-        return delta
+        return [first, *unborn]
 
     def _end(self, live: LiveRequest, reason: FinishReason) -> None:
         self._scheduler.remove(live)
-        del self._live[live.request_id]
+        samples = self._live[live.request_id]
+        samples.remove(live)
+        if not samples:
+            del self._live[live.request_id]
         if reason in {"stop", "length"}:
             self._manager.finish(live.sequence)
         else:
@@ -360,6 +464,7 @@ class Engine:
         finish_reason: FinishReason | None = None,
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        index: int | None = None,
     ) -> Delta:
         return Delta(
             request_id=live.request_id,
@@ -367,10 +472,11 @@ class Engine:
             text=text,
             num_prompt_tokens=live.num_prompt_tokens,
             num_cached_tokens=live.num_cached_tokens,
-            num_output_tokens=live.output.num_tokens,
+            num_output_tokens=live.output.num_tokens if index is None else 0,
             finish_reason=finish_reason,
             logprobs=logprobs,
             error=error,
+            index=live.index if index is None else index,
         )
 
 

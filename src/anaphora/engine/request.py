@@ -14,6 +14,12 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000
 """Every sequence looks for its stop strings while it runs, at a cost that grows with their length."""
 
 
+MAX_SAMPLES = 128
+"""Outputs of one prompt."""
+
+MAX_PRIORITY = 1000
+
+
 class RequestError(ValueError):
     """A request that can never be served, with the field at fault (`param`) and what is allowed (the message)."""
 
@@ -29,6 +35,7 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 and top_p 1.0 switch those filters off. With a `seed` the same request draws the
     same tokens whatever runs beside it. `stop` are strings: the output ends before the first of them to appear.
     `logprobs` asks for log-probabilities of the drawn token and of that many alternatives, None for none at all.
+    `n` outputs are drawn for the prompt, which is computed once; the j-th (from 0) has the seed `seed` + j.
     """
 
     max_tokens: int = 16
@@ -40,6 +47,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         checks: list[tuple[str, bool, str]] = [
@@ -52,6 +60,7 @@ class SamplingParams:
                 len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
                 f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters",
             ),
+            ("n", 1 <= self.n <= MAX_SAMPLES, f"between 1 and {MAX_SAMPLES}"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
         ]
         for name, is_allowed, allowed in checks:
@@ -63,7 +72,13 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt (packed int32 ids) to be continued. `request_id` is unique among the live ones."""
+    """One prompt (packed int32 ids) to be continued. `request_id` is unique among the live ones.
+
+    priority: the lower, the sooner it is admitted and the later preempted, as vLLM has it; -1000 to 1000. Requests of a
+        higher number wait as long as there are others.
+    deadline_s: seconds from submission in which it must have ended, or else it is aborted, as nobody wants it any more.
+        Once half of them have passed, a waiting request goes before those of its priority that have more time.
+    """
 
     request_id: str
     prompt: bytes
@@ -71,6 +86,19 @@ class Request:
     namespace: Namespace = field(default_factory=Namespace)
     read_cache: bool = True
     write_cache: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestError(
+                "priority",
+                f"priority: {self.priority} is not allowed; it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}",
+            )
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise RequestError(
+                "deadline_s", f"deadline_s: {self.deadline_s} is not allowed; it must be above 0, or None"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +116,8 @@ class Delta:
 
     `text` is what became certain in this step: bytes of an unfinished character and a possible beginning of a stop
     string are held back. Counts are totals so far; `num_cached_tokens` is set at the first admission and stays.
-    `finish_reason` is set on the last delta of a request and only there; `error` says what went wrong.
+    `finish_reason` is set on the last delta of a sample and only there; `error` says what went wrong.
+    `index`: which of the request's `n` samples this is of, from 0.
     """
 
     request_id: str
@@ -100,3 +129,4 @@ class Delta:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    index: int = 0

@@ -28,15 +28,16 @@ class EngineClosedError(RuntimeError):
 @dataclass(slots=True)
 class _Consumer:
     on_delta: Callable[[Delta], None]
-    last: Delta
-    """What was delivered last; before that, a delta that adds nothing."""
+    last: dict[int, Delta]
+    """By sample that has not ended, what was delivered last; before that, a delta that adds nothing."""
 
 
 class EngineService:
     """Runs an engine's steps while there is work, and sleeps without polling while there is none.
 
     Only the service's thread touches the engine; `submit` and `abort` leave word for it, which it reads between steps.
-    Every request that was accepted gets exactly one last delta, whatever happens: finished, aborted, closed, crashed.
+    Every sample of a request that was accepted gets exactly one last delta, whatever happens: finished, aborted,
+    closed, crashed.
 
     `on_delta` is called on the service's thread and holds up every request while it runs, so it should only pass the
     delta on (`loop.call_soon_threadsafe`). If it raises, its request is aborted.
@@ -94,7 +95,11 @@ class EngineService:
                 raise RequestError("request_id", f"request_id: {request.request_id!r} is in use by a live request")
             num_prompt_tokens = len(request.prompt) // TOKEN_BYTES
             self._consumers[request.request_id] = _Consumer(
-                on_delta, Delta(request.request_id, (), "", num_prompt_tokens, num_cached_tokens=0, num_output_tokens=0)
+                on_delta,
+                {
+                    index: Delta(request.request_id, (), "", num_prompt_tokens, 0, 0, index=index)
+                    for index in range(request.sampling.n)
+                },
             )
             self._inbox.append(request)
             self._changed.notify()
@@ -167,27 +172,28 @@ class EngineService:
             self._fail(request.request_id, error)
 
     def _abort(self, request_id: str) -> None:
-        delta = self._engine.abort(request_id)
-        if delta is not None:
+        for delta in self._engine.abort(request_id):
             self._deliver(delta)
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        last = self._consumers[request_id].last
         description = f"{type(error).__name__}: {error}"
-        self._deliver(replace(last, token_ids=(), text="", logprobs=(), finish_reason="error", error=description))
+        for last in list(self._consumers[request_id].last.values()):
+            self._deliver(replace(last, token_ids=(), text="", logprobs=(), finish_reason="error", error=description))
 
     def _deliver(self, delta: Delta) -> None:
         consumer = self._consumers.get(delta.request_id)
         if consumer is None:
             return
-        consumer.last = delta
+        consumer.last[delta.index] = delta
         if delta.finish_reason is not None:
-            self._forget(delta.request_id)
+            del consumer.last[delta.index]
+            if not consumer.last:
+                self._forget(delta.request_id)
         try:
             consumer.on_delta(delta)
         except Exception:
             _logger.exception("request %r is aborted: its consumer failed", delta.request_id)
-            if delta.finish_reason is None:
+            if consumer.last:
                 self._forget(delta.request_id)
                 self._engine.abort(delta.request_id)
 

@@ -1,43 +1,184 @@
-"""WaitingQueue: requests that hold no blocks, in the order in which they will be admitted."""
+"""WaitingQueue: requests that hold no blocks, and who of them is next."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import insort
+from collections import deque
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from anaphora.engine.order import new_order
+from anaphora.engine.order.lazy_heap import LazyHeap
+from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS, PrefixesInProgress
 
+if TYPE_CHECKING:
+    from anaphora.cache.manager import KVCacheManager
     from anaphora.engine.live_request import LiveRequest
+    from anaphora.engine.order import QueueOrder
+    from anaphora.engine.order.queue_order import QueueOrderChoice
+
+MAX_MOVED = 128
+"""How many requests a pass may at most hold back, and take back: a pass costs the same however long the queue is."""
+
+
+class _Class:
+    """Those of one priority: preempted ones go first, then those that are short of time, then the order decides."""
+
+    def __init__(self, order: QueueOrder) -> None:
+        self.order = order
+        self.preempted: LazyHeap[tuple[int, int], LiveRequest] = LazyHeap()
+        self.hurried: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
+        self.num_ready = 0
+        """In any of the three."""
 
 
 class WaitingQueue:
-    """First come, first served; preempted requests come before everyone else. Cost: O(1) a call."""
+    """By priority; of equals, those that were preempted, those that have less than half of their time left, and then
+    by the order that was chosen. A request whose prefix is being computed is held back meanwhile.
 
-    def __init__(self) -> None:
-        self._queue: OrderedDict[str, LiveRequest] = OrderedDict()
+    Cost: as the order has it, and O(log waiting) a call.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        order: QueueOrderChoice = "fcfs",
+        *,
+        min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
+    ) -> None:
+        """Raises ValueError for an unknown order, or a min_held_tokens below 1."""
+        if min_held_tokens < 1:
+            raise ValueError(f"min_held_tokens: {min_held_tokens} is not allowed; it must be at least 1")
+        self._manager = manager
+        self._order = order
+        self._in_progress = PrefixesInProgress(manager, min_held_tokens)
+        self._classes: dict[int, _Class] = {0: _Class(new_order(order, manager))}
+        self._ready_priorities: list[int] = []
+        """Ascending, of the classes in which somebody is ready."""
+        self._places: dict[LiveRequest, str] = {}
+        """Where each is: "order", "preempted", "hurried", "held", "returning"."""
+        self._returning: deque[LiveRequest] = deque()
+        self._half_times: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
+        self._num_moves_left = MAX_MOVED
+        self.num_held = 0
+        """Of those here, how many wait for a prefix that is being computed."""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._places)
 
-    def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(self._queue.values())
+    @property
+    def most_urgent(self) -> int | None:
+        """The lowest priority of somebody who could be admitted; None if nobody could."""
+        return self._ready_priorities[0] if self._ready_priorities else None
 
     def push(self, live: LiveRequest) -> None:
-        """Add a new request at the end."""
-        self._queue[live.request_id] = live
+        """Add a new request."""
+        self._enter(live, "order")
+        if live.half_time_s < live.deadline_s:
+            self._half_times.push((live.half_time_s,), live)
 
     def push_preempted(self, live: LiveRequest) -> None:
-        """Add a request that was running at the front. Preempting the latest first keeps them in order of arrival."""
-        self._queue[live.request_id] = live
-        self._queue.move_to_end(live.request_id, last=False)
+        """Add a request that was running; nobody waits for its prefill any more."""
+        self._enter(live, "preempted")
+        self._take_back(self._in_progress.stop(live))
 
-    def peek(self) -> LiveRequest:
-        """Return the next one to be admitted. IndexError if there is none."""
-        for live in self._queue.values():
-            return live
-        raise IndexError("no request is waiting")
+    def begin_pass(self, now_s: float) -> None:
+        """A pass of the scheduler begins: whoever needs not be held any more is back, whoever is late in a hurry."""
+        self._num_moves_left = MAX_MOVED
+        self._take_back(list(self._in_progress.begin_pass()))
+        for _ in range(min(MAX_MOVED, len(self._returning))):
+            live = self._returning.popleft()
+            if self._places.get(live) == "returning":
+                self._enter(live, "order")
+        while (entry := self._half_times.first_entry()) is not None and entry[0][0] <= now_s:
+            self._half_times.drop_first()
+            live = entry[1]
+            if self._places.get(live) == "order":
+                self._leave(live)
+                self._enter(live, "hurried")
+
+    def peek(self) -> LiveRequest | None:
+        """Return the next one to be admitted; None if there is none, or this pass has looked at enough."""
+        for priority in list(self._ready_priorities):
+            ready = self._classes[priority]
+            for heap, place in ((ready.preempted, "preempted"), (ready.hurried, "hurried")):
+                first = heap.first(lambda live, place=place: self._places.get(live) == place)  # type: ignore[misc]
+                if first is not None:
+                    return first
+            while (live := ready.order.peek()) is not None:
+                if not self._in_progress.hold(live):
+                    return live
+                self._leave(live)
+                self._places[live] = "held"
+                self.num_held += 1
+                self._num_moves_left -= 1
+                if not self._num_moves_left:
+                    return None
+        return None
+
+    def admit(self, live: LiveRequest) -> None:
+        """Take out a request, because it runs now. KeyError if it is not ready."""
+        if self._take_out(live) == "order":
+            self._classes[live.request.priority].order.admitted(live)
+        self._in_progress.start(live)
 
     def remove(self, live: LiveRequest) -> None:
-        """Take out a request: it was admitted or aborted. KeyError if it is not here."""
-        del self._queue[live.request_id]
+        """Take out a request that has ended. KeyError if it is not here."""
+        place = self._places[live]
+        if place == "held":
+            self._in_progress.forget(live)
+            self.num_held -= 1
+            del self._places[live]
+        elif place == "returning":
+            del self._places[live]
+        else:
+            self._leave(live)
+
+    def committed(self, live: LiveRequest) -> None:
+        """A running request has computed more tokens: those that wait for them come back, and all may find them."""
+        if self._places:
+            for ready in self._ready_orders():
+                ready.committed(live)
+        self._take_back(self._in_progress.progressed(live))
+
+    def ended(self, live: LiveRequest) -> None:
+        """A running request has ended."""
+        self._take_back(self._in_progress.stop(live))
+        self._classes[live.request.priority].order.ended(live)
+
+    def _ready_orders(self) -> list[QueueOrder]:
+        return [self._classes[priority].order for priority in self._ready_priorities]
+
+    def _take_back(self, held: list[LiveRequest]) -> None:
+        for live in held:
+            self._places[live] = "returning"
+        self._returning.extend(held)
+        self.num_held -= len(held)
+
+    def _enter(self, live: LiveRequest, place: str) -> None:
+        priority = live.request.priority
+        ready = self._classes.get(priority)
+        if ready is None:
+            ready = self._classes[priority] = _Class(new_order(self._order, self._manager))
+        self._places[live] = place
+        if not ready.num_ready:
+            insort(self._ready_priorities, priority)
+        ready.num_ready += 1
+        if place == "order":
+            ready.order.push(live)
+        elif place == "preempted":
+            ready.preempted.push((live.arrival, live.index), live)
+        else:
+            ready.hurried.push((live.deadline_s,), live)
+
+    def _leave(self, live: LiveRequest) -> None:
+        if self._take_out(live) == "order":
+            self._classes[live.request.priority].order.remove(live)
+
+    def _take_out(self, live: LiveRequest) -> str:
+        """Strike a ready request off; return where it was. If in the order, that is still to be told."""
+        priority = live.request.priority
+        ready = self._classes[priority]
+        ready.num_ready -= 1
+        if not ready.num_ready:
+            self._ready_priorities.remove(priority)
+        return self._places.pop(live)
