@@ -49,7 +49,8 @@ class Cache:
 
     def pasts(self) -> dict[str, Past]:
         """The past of each node by its letters."""
-        return {bytes(node.key)[::4].decode(): node.note for node in self.manager._index._tree.nodes()}
+        tree = self.manager._index._tree
+        return {tree.tokens_of(node)[::4].decode(): node.note for node in tree.nodes()}
 
     def kinds(self) -> dict[str, Kind]:
         return {letters: past.kind for letters, past in self.pasts().items()}

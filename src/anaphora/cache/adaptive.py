@@ -405,7 +405,7 @@ def _name(node: Node) -> int:
 
 def _block(node: Node, position: int) -> bytes:
     """The tokens of one of the node's blocks."""
-    width = len(node.key) // len(node.blocks)
+    width = len(node.label if isinstance(node.label, bytes) else node.label[0])
     return bytes(node.key[position * width : (position + 1) * width])
 
 

@@ -13,22 +13,24 @@ if TYPE_CHECKING:
 
     from anaphora.identity import Namespace
 
-Key = bytes | bytearray | memoryview
+Key = bytes | bytearray
 Label = bytes | tuple[bytes, BlockContent]
+NO_KIDS: dict[Label, Node] = {}
+"""What every leaf has for children; never written to."""
 
 
 class Node:
     """One edge: `blocks[i]` holds the tokens `key[i * width : (i + 1) * width]`. A lane's root has neither.
 
+    key: may go on after the last block, with the tokens of blocks that were trimmed off.
     label: what its parent finds it by, the tokens of its first block, with that block's media if it has any. An edge
         holds blocks of one segment only: either plain ones, or blocks that lie in the same media items.
     depth: blocks before its first one.
     order: where it stands when nobody holds it. note: what its order remembers of it.
-    lost: the tokens of the block that came after its last one until it was trimmed.
     digests: names of its first blocks, as many as have been asked for.
     """
 
-    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "lost", "note", "order", "parent", "ref")
+    __slots__ = ("blocks", "depth", "digests", "key", "kids", "label", "note", "order", "parent", "ref")
 
     def __init__(self, parent: Node | None, order: LruOrder, label: Label, key: Key, blocks: array[int]) -> None:
         self.parent = parent
@@ -36,12 +38,17 @@ class Node:
         self.label = label
         self.key = key
         self.blocks = blocks
-        self.kids: dict[Label, Node] = {}
+        self.kids = NO_KIDS
         self.ref = 0
-        self.depth: int = parent.depth + len(parent.blocks) if parent else 0
+        self.depth: int = 0 if parent is None else parent.depth + len(parent.blocks)
         self.digests: list[bytes] | None = None
         self.note: Any = None
-        self.lost: bytes | None = None
+
+    def adopt(self, kid: Node) -> None:
+        """Make a node, which knows this one as its parent, one of the children."""
+        if self.kids is NO_KIDS:
+            self.kids = {}
+        self.kids[kid.label] = kid
 
     def path(self) -> list[Node]:
         """Nodes from below the root to this one."""

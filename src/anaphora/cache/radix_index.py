@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
+from anaphora.cache.index import NUM_GHOSTS, Hit, require
 from anaphora.cache.node import Root
 from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
+
+Ghost: TypeAlias = "tuple[int, Label, Node | None]"
+"""Of an evicted node its depth, its label, and the node above it."""
 
 
 class RadixIndex:
@@ -69,7 +72,7 @@ class RadixIndex:
         """Holders whose table differs from the tree somewhere on the path to their tail."""
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
-        self._ghosts: deque[Node] = deque(maxlen=NUM_GHOSTS)
+        self._ghosts: deque[Ghost] = deque(maxlen=NUM_GHOSTS)
         """Evicted nodes, the latest last. What was trimmed off a node's end, the node itself remembers."""
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
@@ -106,11 +109,7 @@ class RadixIndex:
 
     def find(self, sequence: Sequence, max_blocks: int) -> Hit:
         """Walk down from the lane's root. `where` is the last node reached, None where nothing is found."""
-        found = self._tree.match(sequence.tokens, sequence.namespace, max_blocks, sequence.segments)
-        if found is None:
-            return NO_HIT
-        node, num_blocks, num_unpinned = found
-        return Hit(num_blocks, num_unpinned, node, num_blocks)
+        return self._tree.match(sequence.tokens, sequence.namespace, max_blocks, sequence.segments)
 
     def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
         """The next block of the last node, or the first ones of its children."""
@@ -131,11 +130,12 @@ class RadixIndex:
         """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
         label = self._label(sequence, hit.num_blocks)
         last: Node | None = hit.where
-        if last is not None and hit.num_blocks == last.depth + len(last.blocks) and last.lost == label:
-            return True
+        if last is not None and hit.num_blocks == last.depth + len(last.blocks):
+            if self._tree.trimmed_label(last) == label:
+                return True
         return any(
-            ghost.depth == hit.num_blocks and ghost.label == label and self._is_above(ghost.parent, sequence)
-            for ghost in self._ghosts
+            depth == hit.num_blocks and ghost == label and self._is_above(parent, sequence)
+            for depth, ghost, parent in self._ghosts
         )
 
     def _is_above(self, node: Node | None, sequence: Sequence) -> bool:
@@ -253,10 +253,10 @@ class RadixIndex:
 
     def _on_evict(self, node: Node, first: int) -> None:
         if not first:
-            self._ghosts.append(node)
-        self._on_cut(node, first)
+            self._ghosts.append((node.depth, node.label, node.parent))
+        self._on_forget(node, first)
 
-    def _on_cut(self, node: Node, first: int) -> None:
+    def _on_forget(self, node: Node, first: int) -> None:
         self._blank.extend(node.blocks[first:] if first else node.blocks)
         if self._events is not None:
             self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
@@ -290,6 +290,7 @@ class RadixIndex:
             sequence.num_indexed_blocks = last
             if type(tail.key) is bytearray and tail.ref == 1 and not tail.kids and sequence.segments is None:
                 # A leaf that only this sequence holds grows in place.
+                del tail.key[len(tail.blocks) * width :]
                 tail.key += key
                 tail.blocks.extend(blocks)
             else:
@@ -306,7 +307,7 @@ class RadixIndex:
         """Move the sequence's tail along a node whose content it has computed again."""
         width = self._tree.width
         first = sequence.num_indexed_blocks
-        limit = min(len(node.key), (end - first) * width)
+        limit = min(len(node.blocks), end - first) * width
         num_equal = count_equal_blocks(sequence.tokens, first * width, node.key, limit, width)
         if num_equal < len(node.blocks):
             node = self._tree.split(node, num_equal)
@@ -445,7 +446,7 @@ class RadixIndex:
                 if first is None:
                     above.append(node)
                     continue
-                cut_off = self._tree.cut_off(node, first, self._on_cut)
+                cut_off = self._tree.cut_off(node, first, self._on_forget)
                 if cut_off:
                     self._let_go(cut_off)
                     assert node.parent is not None
@@ -497,7 +498,7 @@ class RadixIndex:
             path = tail.path()
             top = path[0].parent if path else tail
             require(top is self._tree.lanes.get(sequence.namespace), "a sequence hangs in another namespace's lane")
-            spelled = b"".join(bytes(node.key) for node in path)
+            spelled = b"".join(map(self._tree.tokens_of, path))
             require(
                 len(spelled) == sequence.num_indexed_blocks * self._tree.width, "a path is not as long as it counts"
             )

@@ -22,7 +22,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from anaphora.cache.eviction import make_order
-from anaphora.cache.index import require
+from anaphora.cache.index import NO_HIT, Hit, require
 from anaphora.cache.node import Key, Label, Node, Root
 from anaphora.tokens import TOKEN_BYTES
 
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
-
-MIN_VIEW_BYTES = 8192
-"""From here on a copy costs more than a view."""
-
 
 class RadixTree:
     """Lanes of nodes. Sizes are in blocks; `width` is the size of a block's tokens in bytes.
@@ -64,41 +60,47 @@ class RadixTree:
 
     def match(
         self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
-    ) -> tuple[Node, int, int] | None:
-        """Find the longest known prefix, at most `max_blocks` long. Changes nothing.
-
-        Returns the last node reached, how many blocks match in all, and how many of those are unpinned; None where
-        nothing matches.
-        """
+    ) -> Hit:
+        """Find the longest known prefix, at most `max_blocks` long. Changes nothing. `where` is the last node reached,
+        None where nothing matches."""
         node: Node | None = self.lanes.get(namespace)
         if node is None:
-            return None
+            return NO_HIT
         width = self.width
         position, end = 0, max_blocks * width
         stop = end
         num_unpinned = 0
         while position < end:
-            first_block = bytes(tokens[position : position + width])
-            label: Label = first_block
+            label: Label = tokens[position : position + width]
+            if label.__class__ is bytearray:
+                label = bytes(label)
             if segments is not None:
                 content, last = segments.at(position // width)
                 stop = min(end, last * width)
                 if content is not None:
-                    label = (first_block, content)
+                    label = (label, content)
             kid = node.kids.get(label)
             if kid is None:
                 break
             node = kid
             key = node.key
-            size = len(key)
-            if position + size > stop or not tokens.startswith(key, position):
-                size = width * count_equal_blocks(tokens, position, key, min(stop - position, size), width)
-            if not node.ref:
-                num_unpinned += size // width
-            position += size
-            if size < len(key):
-                break
-        return (node, position // width, num_unpinned) if position else None
+            size = len(node.blocks) * width
+            if position + size > stop or len(key) != size or not tokens.startswith(key, position):
+                limit = min(stop - position, size)
+                matched = width * count_equal_blocks(tokens, position, key, limit, width)
+                position += matched
+                if not node.ref:
+                    num_unpinned += matched // width
+                if matched < size:
+                    break
+            else:
+                position += size
+                if not node.ref:
+                    num_unpinned += size // width
+        if not position:
+            return NO_HIT
+        num_blocks = position // width
+        return Hit(num_blocks, num_unpinned, node, num_blocks)
 
     def lane(self, namespace: Namespace) -> Root:
         """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""
@@ -168,14 +170,14 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         upper = Node(parent, node.order, node.label, node.key[:size], node.blocks[:num_blocks])
-        parent.kids[node.label] = upper
+        parent.adopt(upper)
         node.key = node.key[size:]
         label = bytes(node.key[: self.width])
         node.label = label if isinstance(node.label, bytes) else (label, node.label[1].after(num_blocks))
         del node.blocks[:num_blocks]
         node.parent = upper
         node.depth += num_blocks
-        upper.kids[node.label] = node
+        upper.adopt(node)
         if node.digests:
             upper.digests = node.digests[:num_blocks]
             del node.digests[:num_blocks]
@@ -191,7 +193,7 @@ class RadixTree:
     def add(self, parent: Node, label: Label, key: Key, blocks: array[int]) -> Node:
         """Hang a new leaf below a node that the caller holds: that hold moves to the leaf."""
         node = Node(parent, parent.order, label, key, blocks)
-        parent.kids[label] = node
+        parent.adopt(node)
         node.ref = 1
         if self.residency is not None:
             self.residency.stored(node)
@@ -212,37 +214,43 @@ class RadixTree:
 
     def evict_from(self, order: LruOrder, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
         """The same, from one order."""
+        residency = self.residency
         while num_blocks > 0:
             node = order.first()
             size = len(node.blocks)
-            if size > num_blocks:
-                if order.keeps_notes:
-                    order.evicted(node, size - num_blocks)
-                on_evict(node, size - num_blocks)
-                if self.residency is not None:
-                    self.residency.evicted(node, num_blocks, is_whole=False)
-                order.num_blocks -= num_blocks
-                self._trim(node, size - num_blocks)
-                return
+            num_left = size - num_blocks if size > num_blocks else 0
             if order.keeps_notes:
-                order.evicted(node, 0)
-            on_evict(node, 0)
-            if self.residency is not None:
-                self.residency.evicted(node, size)
-            num_blocks -= size
+                order.evicted(node, num_left)
+            on_evict(node, num_left)
+            if residency is not None:
+                residency.evicted(node, size - num_left, is_whole=not num_left)
+            if num_left:
+                order.num_blocks -= num_blocks
+                self._trim(node, num_left)
+                return
             order.remove(node)
-            # Whoever remembers the node needs no more than its label.
-            node.key = b""
-            del node.blocks[:]
             self._cut(node)
+            node.key = b""  # a lookup that has lost its worth may still refer to the node
+            num_blocks -= size
 
     def _trim(self, node: Node, num_blocks: int) -> None:
-        size = num_blocks * self.width
-        node.lost = bytes(node.key[size : size + self.width])
-        node.key = _shortened(node.key, size)
         del node.blocks[num_blocks:]
         if node.digests:
             del node.digests[num_blocks:]
+        # A prefix in steps costs the length of the key once, if every cut halves it. One block more stays to tell what
+        # stood there.
+        size = (num_blocks + 1) * self.width
+        if size * 2 <= len(node.key):
+            node.key = node.key[:size]
+
+    def tokens_of(self, node: Node) -> bytes:
+        """Return the tokens of a node's blocks."""
+        return bytes(node.key[: len(node.blocks) * self.width])
+
+    def trimmed_label(self, node: Node) -> bytes | None:
+        """Return the tokens of the block that came after a node's last one, if that was trimmed off."""
+        size = len(node.blocks) * self.width
+        return bytes(node.key[size : size + self.width]) or None
 
     def cut_off(self, node: Node, num_blocks: int, on_evict: Callable[[Node, int], None]) -> dict[Node, None]:
         """Take everything after a node's first `num_blocks` blocks out of the tree.
@@ -261,6 +269,7 @@ class RadixTree:
                 on_evict(node, num_blocks)
                 node.order.num_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
+                node.key = node.key[: num_blocks * self.width]  # what is forgotten leaves memory
                 node.order.became_leaf(node)
                 return {}
         pinned: dict[Node, None] = {}
@@ -327,7 +336,7 @@ class RadixTree:
             require(parent.kids.get(node.label) is node, "a node is not where its label says")
             label = node.label if isinstance(node.label, bytes) else node.label[0]
             require(label == node.key[: self.width], "a label is not the first block's tokens")
-            require(len(node.key) == len(node.blocks) * self.width > 0, "key and blocks differ in length")
+            require(len(node.key) >= len(node.blocks) * self.width > 0, "a key is shorter than its blocks")
             require(node.depth == parent.depth + len(parent.blocks), "a node is not as deep as it says")
             require(node.ref == num_locks.get(node, 0) + sum(kid.ref > 0 for kid in node.kids.values()), "a node's ref")
             require(node.order is parent.order, "a node stands in another order than its lane")
@@ -359,13 +368,3 @@ def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, widt
             differs, step = upto, max(1, (upto - num_equal) // 2)
     return num_equal
 
-
-def _shortened(key: Key, size: int) -> Key:
-    """Return the first `size` bytes of a key; without a copy if that is long and keeps little unused memory alive."""
-    if type(key) is bytearray:
-        del key[size:]
-        return key
-    whole = key.obj if isinstance(key, memoryview) and isinstance(key.obj, bytes) else key
-    if size < MIN_VIEW_BYTES or size * 2 < len(whole):
-        return bytes(key[:size])
-    return memoryview(key)[:size]
