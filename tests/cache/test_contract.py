@@ -680,7 +680,7 @@ class TestForgetting:
             run(manager, tokens(1, 17))
             manager.invalidate()
         assert isinstance(manager._index, RadixIndex)
-        assert len(manager._index._ghosts) == 0
+        assert len(manager._index._tree.ghosts) == 0
 
     def test_new_weights_find_nothing_of_the_old_ones(self, make):
         manager = make(16)

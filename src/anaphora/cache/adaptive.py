@@ -299,9 +299,8 @@ class AdaptiveOrder(LruOrder):
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
-    def add(self, node: Node) -> None:
+    def let_go(self, node: Node) -> None:
         """Enter a leaf."""
-        super().add(node)
         if not node.kids:
             self._enter(node)
 

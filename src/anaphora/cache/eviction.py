@@ -183,9 +183,8 @@ class ScoredOrder(LruOrder):
         self._heap: list[tuple[Score, int, Node]] = []
         self._serial = 0
 
-    def add(self, node: Node) -> None:
+    def let_go(self, node: Node) -> None:
         """Take note of the time, and enter a leaf."""
-        super().add(node)
         self._serial += 1
         _note(node).let_go = self._serial
         if not node.kids:

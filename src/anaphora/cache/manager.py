@@ -10,7 +10,6 @@ the computation. It is not thread-safe: one engine loop calls it.
 from __future__ import annotations
 
 import time
-from array import array
 from typing import TYPE_CHECKING, Literal
 
 from anaphora.cache.eviction import resolve_policy
@@ -96,6 +95,7 @@ class KVCacheManager:
         if index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
+        self._num_groups = self._windows.num_groups
         self.match_unit = block_size if match_unit is None else match_unit
         if (
             self.match_unit.__class__ is not int
@@ -103,7 +103,8 @@ class KVCacheManager:
             or block_size % self.match_unit
         ):
             raise ValueError(f"match_unit: expected a divisor of block_size, {block_size}, got {match_unit!r}")
-        if self.match_unit < block_size and self._windows.num_groups > 1:
+        self._hits_parts = self.match_unit < block_size
+        if self._hits_parts and self._num_groups > 1:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._residency = Residency(clock) if measure_residency else None
@@ -156,8 +157,8 @@ class KVCacheManager:
             sequence.recomputes_last_block = True
         if priority:
             sequence.priority = priority
-        if self._windows.num_groups > 1:
-            sequence.clear_tables(self._windows.num_groups)
+        if self._num_groups > 1:
+            sequence.clear_tables(self._num_groups)
         return sequence
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -175,7 +176,7 @@ class KVCacheManager:
             return self._admit(sequence, num_tokens)
         index = self._index
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
-        missing = (num_blocks - len(sequence.block_table)) * self._windows.num_groups
+        missing = (num_blocks - len(sequence.block_table)) * self._num_groups
         copies = self._shared_tails(sequence) if num_tokens and sequence in self._forked else ()
         if missing > 0 or copies:
             num_new = max(0, missing) + len(copies) - index.num_leaving(sequence)
@@ -195,10 +196,15 @@ class KVCacheManager:
         if sequence.manager is not self:
             raise ValueError("sequence: it was started by another manager")
         index = self._index
-        self._retained.expire()
-        hit = self._find(sequence)
-        part_of, num_part_tokens = (0, 0) if self.match_unit == self.block_size else self._find_part(sequence, hit)
-        missing = -(-(num_part_tokens + num_tokens) // self.block_size) * self._windows.num_groups
+        if self._retained.active:
+            self._retained.expire()
+        hit: Hit = sequence.hit if sequence.hit_version == index.version else self._find(sequence)
+        part_of = num_part_tokens = 0
+        if self._hits_parts:
+            part_of, num_part_tokens = self._find_part(sequence, hit)
+        num_hit_blocks = hit.num_blocks
+        block_size = self.block_size
+        missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups
         if missing > index.num_available - hit.num_unpinned:
             if not self._retained.give_way(missing, hit):
                 return False
@@ -208,9 +214,8 @@ class KVCacheManager:
             self._extend(sequence, missing)
         sequence.part_of = part_of
         if part_of:
-            self._copies.append((part_of, sequence.block_table[hit.num_blocks]))
-        num_hit_tokens = hit.num_blocks * self.block_size + num_part_tokens
-        sequence.num_computed_tokens = num_hit_tokens
+            self._copies.append((part_of, sequence.block_table[num_hit_blocks]))
+        sequence.num_computed_tokens = num_hit_tokens = num_hit_blocks * block_size + num_part_tokens
         sequence.publishes = sequence.write_cache
         sequence.num_shared_blocks = hit.num_full
         sequence.state = "running"
@@ -237,21 +242,22 @@ class KVCacheManager:
         if num_tokens.__class__ is not int:
             raise ValueError(f"num_tokens: expected an integer, got {num_tokens!r}")
         num_computed = sequence.num_computed_tokens + num_tokens
+        block_size = self.block_size
         if num_tokens < 0 or num_computed > sequence.num_tokens:
             raise ValueError(
                 f"num_tokens: cannot commit {num_tokens} after {sequence.num_computed_tokens} computed ones; "
                 f"the sequence knows {sequence.num_tokens}"
             )
-        if num_computed > len(sequence.block_table) * self.block_size:
+        if num_computed > len(sequence.block_table) * block_size:
             raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
-        if num_tokens and sequence in self._forked and self._shared_tails(sequence):
+        if self._forked and num_tokens and sequence in self._forked and self._shared_tails(sequence):
             raise ValueError(f"num_tokens: cannot commit {num_tokens} into a shared block; allocate first")
         if not sequence.is_counted:
             sequence.is_counted = True
             self._index.count_use(sequence)
         sequence.num_computed_tokens = num_computed
-        num_full = num_computed // self.block_size
-        if sequence.publishes and num_full > sequence.num_indexed_blocks:
+        num_full = num_computed // block_size
+        if num_full > sequence.num_indexed_blocks and sequence.publishes:
             self._index.insert(sequence, num_full)
 
     def append(self, sequence: Sequence, token_ids: TokenIds) -> None:
@@ -268,13 +274,16 @@ class KVCacheManager:
     def finish(self, sequence: Sequence) -> None:
         """Give back its blocks; what was committed stays cached. Does nothing to a finished sequence."""
         if sequence.state != "finished":
-            self._end(sequence)
+            if sequence.state == "running":
+                self._give_back(sequence)
+            sequence.state = "finished"
             self._stats.finished += 1
 
     def abort(self, sequence: Sequence) -> None:
         """The same as `finish`, in any state, counted as aborted."""
         if sequence.state != "finished":
-            self._end(sequence)
+            self.finish(sequence)
+            self._stats.finished -= 1
             self._stats.aborted += 1
 
     def preempt(self, sequence: Sequence) -> None:
@@ -333,9 +342,9 @@ class KVCacheManager:
     def lookup(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
         `allocate` that follows does not look again."""
-        hit = self._find(sequence)
+        hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self._find(sequence)
         num_tokens = hit.num_blocks * self.block_size
-        return num_tokens if self.match_unit == self.block_size else num_tokens + self._find_part(sequence, hit)[1]
+        return num_tokens + self._find_part(sequence, hit)[1] if self._hits_parts else num_tokens
 
     def explain(
         self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
@@ -343,7 +352,7 @@ class KVCacheManager:
         """Say where the match of a prompt ends now, and why. Changes nothing. Cost: a lookup in every namespace."""
         sequence = self.start(token_ids, namespace, media=media)
         num_cached = self.lookup(sequence)
-        return explain(self._index, sequence, self._find(sequence), num_cached, self.block_size)
+        return explain(self._index, sequence, sequence.hit, num_cached, self.block_size)
 
     def block_digests(self, sequence: Sequence) -> list[bytes]:
         """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
@@ -363,7 +372,7 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out now: blank ones, cached ones that nobody holds, and those only retained."""
-        if self._retained:
+        if self._retained.active:
             return self._index.room(NO_HIT, self._retained.holders)
         return self._index.num_available
 
@@ -450,17 +459,16 @@ class KVCacheManager:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _find(self, sequence: Sequence) -> Hit:
+        """Look a sequence up and keep the hit with it, for as long as the index does not change."""
         index = self._index
-        if sequence.hit_version != index.version:
-            # At least one token is left to compute, or there would be no logits to go on from.
-            max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
-            hit = index.find(sequence, max_blocks)
-            if sequence.recomputes_last_block and hit.num_blocks:
-                hit = index.find(sequence, hit.num_blocks - 1)
-            sequence.hit = hit
-            sequence.hit_version = index.version
-        found: Hit = sequence.hit
-        return found
+        # At least one token is left to compute, or there would be no logits to go on from.
+        max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
+        hit = index.find(sequence, max_blocks)
+        if sequence.recomputes_last_block and hit.num_blocks:
+            hit = index.find(sequence, hit.num_blocks - 1)
+        sequence.hit = hit
+        sequence.hit_version = index.version
+        return hit
 
     def _find_part(self, sequence: Sequence, hit: Hit) -> tuple[int, int]:
         """The block that goes on where the hit ends, and for how many tokens; (0, 0) if there is none."""
@@ -475,10 +483,14 @@ class KVCacheManager:
         """Append newly taken blocks to the tables, the same number to each."""
         blocks = self._index.take(num_blocks)
         tables = sequence.block_tables
-        share = num_blocks // len(tables)
-        for group in range(1, len(tables)):
-            tables[group] = _extended(tables[group], blocks[group * share : (group + 1) * share])
-        sequence.block_table = tables[0] = _extended(tables[0], blocks if len(tables) == 1 else blocks[:share])
+        share = num_blocks // self._num_groups
+        for group, table in enumerate(tables):
+            part = blocks if share == num_blocks else blocks[group * share : (group + 1) * share]
+            try:
+                table.extend(part)
+            except BufferError:  # someone still looks at the old buffer; leave it to them
+                tables[group] = table + part
+        sequence.block_table = tables[0]
 
     def _shared_tails(self, sequence: Sequence) -> list[int]:
         """The groups whose block for the next token is not empty, not full, and somebody else's too."""
@@ -500,20 +512,9 @@ class KVCacheManager:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
-        self._forked.discard(sequence)
-        sequence.clear_tables(self._windows.num_groups)
+        if self._forked:
+            self._forked.discard(sequence)
+        sequence.clear_tables(self._num_groups)
         sequence.num_computed_tokens = 0
         sequence.num_indexed_blocks = 0
 
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.state == "running":
-            self._give_back(sequence)
-        sequence.state = "finished"
-
-
-def _extended(table: array[int], blocks: array[int]) -> array[int]:
-    try:
-        table.extend(blocks)
-    except BufferError:  # someone still looks at the old buffer; leave it to them
-        return table + blocks
-    return table

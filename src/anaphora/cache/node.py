@@ -47,8 +47,9 @@ class Node:
     def adopt(self, kid: Node) -> None:
         """Make a node, which knows this one as its parent, one of the children."""
         if self.kids is NO_KIDS:
-            self.kids = {}
-        self.kids[kid.label] = kid
+            self.kids = {kid.label: kid}
+        else:
+            self.kids[kid.label] = kid
 
     def path(self) -> list[Node]:
         """Nodes from below the root to this one."""
@@ -74,7 +75,8 @@ class Root(Node):
 class LruOrder:
     """The nodes that nobody holds, in the order in which they were let go, and how many blocks they have.
 
-    Cost: O(1) for everything.
+    The tree itself keeps `idle` and `num_blocks` up. An order that goes by more than recency sets `keeps_notes`, and is
+    told of everything below.
     """
 
     keeps_notes = False
@@ -85,19 +87,12 @@ class LruOrder:
         self.quota = quota
         """The most blocks that may stay here; None for any number."""
 
-    def add(self, node: Node) -> None:
-        """A node was let go, after its children were."""
-        self.idle[node] = None
-        self.num_blocks += len(node.blocks)
-
-    def remove(self, node: Node) -> None:
-        """A node is held again, or gone."""
-        del self.idle[node]
-        self.num_blocks -= len(node.blocks)
-
     def first(self) -> Node:
         """The leaf to go next. There is one."""
         return next(iter(self.idle))
+
+    def let_go(self, node: Node) -> None:
+        """A node was let go, after its children were."""
 
     def became_leaf(self, node: Node) -> None:
         """The last child of a node is gone."""

@@ -14,12 +14,11 @@ place (`_settle_duplicates`).
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from anaphora.cache.index import NUM_GHOSTS, Hit, require
-from anaphora.cache.node import Root
+from anaphora.cache.index import require
 from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
 
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.index import Hit
     from anaphora.cache.node import Key, Label, LruOrder, Node
     from anaphora.cache.residency import Residency
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
-
-Ghost: TypeAlias = "tuple[int, Label, Node | None]"
-"""Of an evicted node its depth, its label, and the node above it."""
-
 
 class RadixIndex:
     """The tree, the holders and the blank blocks. Implements `PrefixIndex`.
@@ -65,15 +61,13 @@ class RadixIndex:
         self._block_size = block_size
         self._digests = digests
         self._events = events
-        self._tree = RadixTree(block_size, policy, residency)
+        self._tree = RadixTree(block_size, policy, residency, self._on_leave if events is not None else None)
         self._blank = array("i", range(1, num_blocks + 1))
         """Blocks without content, last in first out, so that a small working set stays small."""
         self._duplicating: set[Sequence] = set()
         """Holders whose table differs from the tree somewhere on the path to their tail."""
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
-        self._ghosts: deque[Ghost] = deque(maxlen=NUM_GHOSTS)
-        """Evicted nodes, the latest last. What was trimmed off a node's end, the node itself remembers."""
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -128,22 +122,7 @@ class RadixIndex:
 
     def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
         """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
-        label = self._label(sequence, hit.num_blocks)
-        last: Node | None = hit.where
-        if last is not None and hit.num_blocks == last.depth + len(last.blocks):
-            if self._tree.trimmed_label(last) == label:
-                return True
-        return any(
-            depth == hit.num_blocks and ghost == label and self._is_above(parent, sequence)
-            for depth, ghost, parent in self._ghosts
-        )
-
-    def _is_above(self, node: Node | None, sequence: Sequence) -> bool:
-        while node is not None and node.parent is not None:
-            if node.label != self._label(sequence, node.depth):
-                return False
-            node = node.parent
-        return isinstance(node, Root) and node.namespace == sequence.namespace
+        return self._tree.was_evicted(hit, partial(self._label, sequence), sequence.namespace)
 
     def _label(self, sequence: Sequence, position: int) -> Label:
         start = position * self._tree.width
@@ -224,7 +203,7 @@ class RadixIndex:
         if order.quota is not None and order.num_blocks > order.quota:
             excess = order.num_blocks - order.quota
             self.num_evicted_blocks += excess
-            self._tree.evict_from(order, excess, self._on_evict)
+            self._tree.evict_from(order, excess, self._blank)
 
     def _give_back(self, blocks: array[int]) -> None:
         if not self._extra_holders:
@@ -240,26 +219,20 @@ class RadixIndex:
 
     def take(self, num_blocks: int) -> array[int]:
         """Blank blocks, after evicting as many unpinned ones as are missing."""
-        self.version += 1
         blank = self._blank
         missing = num_blocks - len(blank)
         if missing > 0:
+            self.version += 1
             self.num_evicted_blocks += missing
-            self._tree.evict(missing, self._on_evict)
+            self._tree.evict(missing, blank)
         cut = len(blank) - num_blocks
         blocks = blank[cut:]
         del blank[cut:]
         return blocks
 
-    def _on_evict(self, node: Node, first: int) -> None:
-        if not first:
-            self._ghosts.append((node.depth, node.label, node.parent))
-        self._on_forget(node, first)
-
-    def _on_forget(self, node: Node, first: int) -> None:
-        self._blank.extend(node.blocks[first:] if first else node.blocks)
-        if self._events is not None:
-            self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
+    def _on_leave(self, node: Node, first: int) -> None:
+        assert self._events is not None
+        self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -446,7 +419,7 @@ class RadixIndex:
                 if first is None:
                     above.append(node)
                     continue
-                cut_off = self._tree.cut_off(node, first, self._on_forget)
+                cut_off = self._tree.cut_off(node, first, self._blank)
                 if cut_off:
                     self._let_go(cut_off)
                     assert node.parent is not None
@@ -479,7 +452,6 @@ class RadixIndex:
         """Start again with every block blank."""
         self.version += 1
         self._tree.clear()
-        self._ghosts.clear()
         self._blank = array("i", range(1, self._num_blocks + 1))
         if self._events is not None:
             self._events.append(AllBlocksCleared())

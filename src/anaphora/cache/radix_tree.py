@@ -19,23 +19,26 @@ gives up only what the shared order cannot.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.eviction import make_order
-from anaphora.cache.index import NO_HIT, Hit, require
-from anaphora.cache.node import Key, Label, Node, Root
+from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
+from anaphora.cache.node import NO_KIDS, Node, Root
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.node import LruOrder
+    from anaphora.cache.node import Key, Label, LruOrder
     from anaphora.cache.residency import Residency
     from anaphora.cache.segments import Segments
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
+Ghost: TypeAlias = "tuple[int, Label, Node | None]"
+"""Of an evicted node its depth, its label, and the node above it."""
 
 class RadixTree:
     """Lanes of nodes. Sizes are in blocks; `width` is the size of a block's tokens in bytes.
@@ -44,8 +47,18 @@ class RadixTree:
     changes); split, add O(1) + one memcpy; evict O(e).
     """
 
-    def __init__(self, block_size: int, policy: EvictionPolicy, residency: Residency | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        policy: EvictionPolicy,
+        residency: Residency | None = None,
+        on_leave: Callable[[Node, int], None] | None = None,
+    ) -> None:
         self.width = block_size * TOKEN_BYTES
+        self._on_leave = on_leave
+        """Told of the blocks of a node, from a position on, that are about to leave the tree unpinned."""
+        self.ghosts: deque[Ghost] = deque(maxlen=NUM_GHOSTS)
+        """Evicted nodes, the latest last. What was trimmed off a node's end, the node itself remembers."""
         self.lanes: dict[Namespace, Root] = {}
         self.order = make_order(policy)
         """Unpinned nodes of the lanes without a quota."""
@@ -66,19 +79,20 @@ class RadixTree:
         node: Node | None = self.lanes.get(namespace)
         if node is None:
             return NO_HIT
+        if isinstance(tokens, bytearray):
+            tokens = bytes(tokens)
         width = self.width
         position, end = 0, max_blocks * width
         stop = end
         num_unpinned = 0
         while position < end:
-            label: Label = tokens[position : position + width]
-            if label.__class__ is bytearray:
-                label = bytes(label)
+            first_block = tokens[position : position + width]
+            label: Label = first_block
             if segments is not None:
                 content, last = segments.at(position // width)
                 stop = min(end, last * width)
                 if content is not None:
-                    label = (label, content)
+                    label = (first_block, content)
             kid = node.kids.get(label)
             if kid is None:
                 break
@@ -100,7 +114,8 @@ class RadixTree:
         if not position:
             return NO_HIT
         num_blocks = position // width
-        return Hit(num_blocks, num_unpinned, node, num_blocks)
+        # As `Hit(...)`, without its Python-level constructor.
+        return tuple.__new__(Hit, (num_blocks, num_unpinned, node, num_blocks))
 
     def lane(self, namespace: Namespace) -> Root:
         """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""
@@ -122,8 +137,8 @@ class RadixTree:
         old = root.order
         moving = {node for node in self.nodes(root) if not node.ref}
         for node in [node for node in old.idle if node in moving]:
-            old.remove(node)
-            order.add(node)
+            self._take_out(node)
+            self._put_into(order, node)
         for node in [root, *self.nodes(root)]:
             node.order = order
 
@@ -138,25 +153,44 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Hold a node, and with it the path to it."""
         node.ref += 1
-        while node.ref == 1 and node.parent is not None:
+        while node.ref == 1:
+            parent = node.parent
+            if parent is None:
+                return
             if node in node.order.idle:  # a node that was made just now is not
-                node.order.remove(node)
+                self._take_out(node)
                 if self.residency is not None:
                     self.residency.held(node, len(node.blocks))
-            node = node.parent
+            node = parent
             node.ref += 1
 
     def unlock(self, node: Node) -> None:
         """Let go one hold; what nobody holds any more becomes evictable, deepest first."""
-        node.ref -= 1
-        while not node.ref and node.parent is not None:
-            node.order.add(node)
+        ref = node.ref = node.ref - 1
+        while not ref:
+            parent = node.parent
+            if parent is None:
+                assert isinstance(node, Root)
+                self._drop_if_unused(node)
+                return
+            self._put_into(node.order, node)
             if self.residency is not None:
                 self.residency.let_go(node)
-            node = node.parent
-            node.ref -= 1
-        if not node.ref and isinstance(node, Root):
-            self._drop_if_unused(node)
+            node = parent
+            ref = node.ref = node.ref - 1
+
+    @staticmethod
+    def _put_into(order: LruOrder, node: Node) -> None:
+        order.idle[node] = None
+        order.num_blocks += len(node.blocks)
+        if order.keeps_notes:
+            order.let_go(node)
+
+    @staticmethod
+    def _take_out(node: Node) -> None:
+        order = node.order
+        del order.idle[node]
+        order.num_blocks -= len(node.blocks)
 
     # -- shape -----------------------------------------------------------------------------------------------------
 
@@ -193,45 +227,50 @@ class RadixTree:
     def add(self, parent: Node, label: Label, key: Key, blocks: array[int]) -> Node:
         """Hang a new leaf below a node that the caller holds: that hold moves to the leaf."""
         node = Node(parent, parent.order, label, key, blocks)
-        parent.adopt(node)
         node.ref = 1
+        if parent.kids is NO_KIDS:
+            parent.kids = {label: node}
+        else:
+            parent.kids[label] = node
         if self.residency is not None:
             self.residency.stored(node)
         return node
 
-    def evict(self, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
-        """Let go exactly `num_blocks` unpinned blocks, in the order of eviction, each node's tail before its head.
-
-        `on_evict(node, first)` is told of the blocks from `first` on before they leave the node.
-        """
+    def evict(self, num_blocks: int, blank: array[int]) -> None:
+        """Move exactly `num_blocks` unpinned blocks to `blank`, in the order of eviction, each node's tail before its
+        head."""
         if num_blocks <= self.order.num_blocks:
-            self.evict_from(self.order, num_blocks, on_evict)
+            self.evict_from(self.order, num_blocks, blank)
             return
         for order in self.orders():
             num_here = min(num_blocks, order.num_blocks)
-            self.evict_from(order, num_here, on_evict)
+            self.evict_from(order, num_here, blank)
             num_blocks -= num_here
 
-    def evict_from(self, order: LruOrder, num_blocks: int, on_evict: Callable[[Node, int], None]) -> None:
+    def evict_from(self, order: LruOrder, num_blocks: int, blank: array[int]) -> None:
         """The same, from one order."""
-        residency = self.residency
-        while num_blocks > 0:
-            node = order.first()
-            size = len(node.blocks)
+        order.num_blocks -= num_blocks
+        while num_blocks:
+            node = order.first() if order.keeps_notes else next(iter(order.idle))
+            blocks = node.blocks
+            size = len(blocks)
             num_left = size - num_blocks if size > num_blocks else 0
             if order.keeps_notes:
                 order.evicted(node, num_left)
-            on_evict(node, num_left)
-            if residency is not None:
-                residency.evicted(node, size - num_left, is_whole=not num_left)
+            if self._on_leave is not None:
+                self._on_leave(node, num_left)
+            if self.residency is not None:
+                self.residency.evicted(node, size - num_left, is_whole=not num_left)
             if num_left:
-                order.num_blocks -= num_blocks
+                blank.extend(blocks[num_left:])
                 self._trim(node, num_left)
                 return
-            order.remove(node)
+            blank.extend(blocks)
+            num_blocks -= size
+            del order.idle[node]
+            self.ghosts.append((node.depth, node.label, node.parent))
             self._cut(node)
             node.key = b""  # a lookup that has lost its worth may still refer to the node
-            num_blocks -= size
 
     def _trim(self, node: Node, num_blocks: int) -> None:
         del node.blocks[num_blocks:]
@@ -247,17 +286,13 @@ class RadixTree:
         """Return the tokens of a node's blocks."""
         return bytes(node.key[: len(node.blocks) * self.width])
 
-    def trimmed_label(self, node: Node) -> bytes | None:
-        """Return the tokens of the block that came after a node's last one, if that was trimmed off."""
-        size = len(node.blocks) * self.width
-        return bytes(node.key[size : size + self.width]) or None
+    def cut_off(self, node: Node, num_blocks: int, blank: array[int]) -> dict[Node, None]:
+        """Take everything after a node's first `num_blocks` blocks out of the tree, the blocks of unpinned nodes to
+        `blank`.
 
-    def cut_off(self, node: Node, num_blocks: int, on_evict: Callable[[Node, int], None]) -> dict[Node, None]:
-        """Take everything after a node's first `num_blocks` blocks out of the tree.
-
-        `on_evict` is told of each unpinned node that goes. Pinned ones are returned: they are no part of the tree any
-        more, and their holders have to move to what is left of it. If there are any, the node's parent stays locked
-        once for all of them; the caller unlocks it when they have moved.
+        Pinned nodes are returned: they are no part of the tree any more, and their holders have to move to what is left
+        of it. If there are any, the node's parent stays locked once for all of them; the caller unlocks it when they
+        have moved.
         """
         if num_blocks:
             if node.ref:
@@ -265,12 +300,15 @@ class RadixTree:
             else:
                 # Nobody would lock the upper part, so the node itself stays and loses its tail.
                 for kid in list(node.kids.values()):
-                    self.cut_off(kid, 0, on_evict)
-                on_evict(node, num_blocks)
+                    self.cut_off(kid, 0, blank)
+                if self._on_leave is not None:
+                    self._on_leave(node, num_blocks)
+                blank.extend(node.blocks[num_blocks:])
                 node.order.num_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
                 node.key = node.key[: num_blocks * self.width]  # what is forgotten leaves memory
-                node.order.became_leaf(node)
+                if node.order.keeps_notes:
+                    node.order.became_leaf(node)
                 return {}
         pinned: dict[Node, None] = {}
         stack = [node]
@@ -282,8 +320,10 @@ class RadixTree:
             if lower.ref:
                 pinned[lower] = None
             else:
-                on_evict(lower, 0)
-                lower.order.remove(lower)
+                if self._on_leave is not None:
+                    self._on_leave(lower, 0)
+                blank.extend(lower.blocks)
+                self._take_out(lower)
         self._cut(node)
         return pinned
 
@@ -292,6 +332,7 @@ class RadixTree:
         if self.residency is not None:
             self.residency.clear()
         self.lanes.clear()
+        self.ghosts.clear()
         self.order = make_order(self._policy)
         self._quotas = {name: make_order(self._policy, order.quota) for name, order in self._quotas.items()}
 
@@ -299,16 +340,32 @@ class RadixTree:
         """Take a node away from its parent, which may become a leaf, or an empty lane, by that."""
         parent = node.parent
         assert parent is not None
-        del parent.kids[node.label]
-        if not parent.kids:
+        kids = parent.kids
+        del kids[node.label]
+        if not kids:
             if isinstance(parent, Root):
                 self._drop_if_unused(parent)
-            else:
+            elif node.order.keeps_notes:
                 parent.order.became_leaf(parent)
 
     def _drop_if_unused(self, root: Root) -> None:
         if not root.kids and not root.ref:
             del self.lanes[root.namespace]
+
+    # -- what was evicted ------------------------------------------------------------------------------------------
+
+    def was_evicted(self, hit: Hit, labels: Callable[[int], Label], namespace: Namespace) -> bool:
+        """Whether the block after a hit is remembered as evicted; `labels` says what stands at a position."""
+        label = labels(hit.num_blocks)
+        last: Node | None = hit.where
+        if last is not None and hit.num_blocks == last.depth + len(last.blocks):
+            size = len(last.blocks) * self.width
+            if bytes(last.key[size : size + self.width]) == label:
+                return True
+        return any(
+            depth == hit.num_blocks and ghost == label and _is_above(parent, labels, namespace)
+            for depth, ghost, parent in self.ghosts
+        )
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
@@ -350,6 +407,15 @@ class RadixTree:
             require(order.num_blocks == num_blocks, "an order's count of blocks is wrong")
             require(not order.idle or not order.first().kids, "a node that is no leaf is to go next")
         require(num_evictable == self.num_evictable_blocks, "the count of evictable blocks is wrong")
+
+
+def _is_above(node: Node | None, labels: Callable[[int], Label], namespace: Namespace) -> bool:
+    """Whether the path to a node is the one that `labels` gives, as far as first blocks tell."""
+    while node is not None and node.parent is not None:
+        if node.label != labels(node.depth):
+            return False
+        node = node.parent
+    return isinstance(node, Root) and node.namespace == namespace
 
 
 def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, width: int) -> int:

@@ -64,19 +64,17 @@ class RetentionBook:
         self.max_blocks = max_blocks
         self._index = index
         self._clock = clock
-        self._active: dict[Retention, None] = {}
+        self.active: dict[Retention, None] = {}
+        """What is kept now, the oldest first."""
         self._num_retentions: Counter[int] = Counter()
         """Per block how many retentions keep it."""
         self._serial = 0
         self._next_expiry = float("inf")
 
-    def __bool__(self) -> bool:
-        return bool(self._active)
-
     @property
     def holders(self) -> list[Sequence]:
         """The sequences that stand for retentions among the index's holders."""
-        return [retention._holder for retention in self._active]
+        return [retention._holder for retention in self.active]
 
     @property
     def num_blocks(self) -> int:
@@ -101,7 +99,7 @@ class RetentionBook:
         retention = Retention(self, holder, holder.num_computed_tokens, priority, expires_at)
         if hit.num_blocks:
             holder.state = "running"
-            self._active[retention] = None
+            self.active[retention] = None
             self._num_retentions.update(block for table in holder.block_tables for block in table if block)
             self._touch(retention)
         return retention
@@ -119,7 +117,7 @@ class RetentionBook:
     def is_active(self, retention: Retention) -> bool:
         """Whether it has not given way, nor run out of time."""
         self.expire()
-        return retention in self._active
+        return retention in self.active
 
     def renew(self, retention: Retention, ttl_s: float | None) -> bool:
         """See `Retention.renew`."""
@@ -131,9 +129,9 @@ class RetentionBook:
 
     def release(self, retention: Retention) -> None:
         """See `Retention.release`."""
-        if retention not in self._active:
+        if retention not in self.active:
             return
-        del self._active[retention]
+        del self.active[retention]
         holder = retention._holder
         self._num_retentions.subtract(block for table in holder.block_tables for block in table if block)
         self._num_retentions = +self._num_retentions
@@ -142,34 +140,34 @@ class RetentionBook:
 
     def release_all(self) -> None:
         """Let everything go."""
-        for retention in list(self._active):
+        for retention in list(self.active):
             self.release(retention)
 
     def release_those_with(self, blocks: set[int]) -> None:
         """Let go every prefix that has one of these blocks in it."""
-        for retention in list(self._active):
+        for retention in list(self.active):
             if any(not blocks.isdisjoint(table) for table in retention._holder.block_tables):
                 self.release(retention)
 
     def expire(self) -> None:
         """Let go what has run out of time. Cost: O(1) while nothing has."""
-        if not self._active:
+        if not self.active:
             return
         now = self._clock()
         if now < self._next_expiry:
             return
-        for retention in list(self._active):
+        for retention in list(self.active):
             if retention.expires_at is not None and retention.expires_at <= now:
                 self.release(retention)
-        times = [r.expires_at for r in self._active if r.expires_at is not None]
+        times = [r.expires_at for r in self.active if r.expires_at is not None]
         self._next_expiry = min(times, default=float("inf"))
 
     def give_way(self, num_blocks: int, hit: Hit = NO_HIT) -> bool:
         """Let go as many prefixes as it takes to have room for `num_blocks` besides the hit's own. False, with nothing
         changed, if letting go all of them would not suffice."""
-        if not self._active or num_blocks > self._index.room(hit, self.holders):
+        if not self.active or num_blocks > self._index.room(hit, self.holders):
             return False
-        for retention in sorted(self._active, key=lambda r: (r.priority, r._renewed)):
+        for retention in sorted(self.active, key=lambda r: (r.priority, r._renewed)):
             if num_blocks <= self._index.room(hit, []):
                 break
             self.release(retention)

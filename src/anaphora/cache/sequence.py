@@ -61,6 +61,14 @@ class Sequence:
         "write_cache",
     )
 
+    # What has no value before the first lookup, and the first admission.
+    hit: Any
+    """The last lookup."""
+    publishes: bool
+    """Whether what it commits becomes findable: as asked, until something that it builds on has been forgotten."""
+    num_shared_blocks: int
+    """Leading blocks that full-attention layers could have been served at admission."""
+
     def __init__(
         self,
         manager: Manager,
@@ -71,37 +79,27 @@ class Sequence:
     ) -> None:
         self.manager = manager
         self.tokens: bytes | bytearray = tokens
-        self.num_tokens = len(tokens) // TOKEN_BYTES
+        self.num_tokens = self.num_prompt_tokens = len(tokens) // TOKEN_BYTES
         self.namespace = namespace
         self.media: tuple[Media, ...] = ()
         self.segments: Segments | None = None
         self.read_cache = read_cache
         self.write_cache = write_cache
-        self.publishes = write_cache
-        """Whether what it commits becomes findable: as asked, until something that it builds on has been forgotten."""
         self.state: State = "waiting"
-        self.was_admitted = False
-        self.is_counted = False
-        self.block_table: array[int] = array("i")
+        self.was_admitted = self.is_counted = self.recomputes_last_block = False
+        self.block_table = table = array("i")
         """One block id per block, in order. A buffer view of it expires at the next allocate."""
-        self.block_tables: list[array[int]] = [self.block_table]
+        self.block_tables: list[array[int]] = [table]
         """One table per layer group, `block_table` first. A window group's has 0 where the window has left."""
-        self.num_prompt_tokens = self.num_tokens
-        self.num_computed_tokens = 0
-        self.num_indexed_blocks = 0
-        """Leading blocks whose content the index knows, whether the index serves this sequence's copy or another's."""
-        self.num_shared_blocks = 0
-        """Leading blocks that full-attention layers could have been served at admission."""
-        self.recomputes_last_block = False
-        self.priority = 0
+        self.num_computed_tokens = self.priority = self._num_cached_tokens = 0
         self.part_of = 0
         """The block whose beginning was copied at admission, for a hit inside a block."""
         self.index_state: Any = None
         """What the index remembers of this sequence; no one else looks at it."""
-        self.hit: Any = None
+        self.num_indexed_blocks = 0
+        """Leading blocks whose content the index knows, whether the index serves this sequence's copy or another's."""
         self.hit_version = -1
-        """The last lookup, and the state of the index that it is valid for."""
-        self._num_cached_tokens = 0
+        """The state of the index that `hit` is valid for."""
 
     def clear_tables(self, num_groups: int) -> None:
         """Start with new, empty tables; who looks at the old ones keeps them."""
