@@ -20,7 +20,7 @@ from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.residency import Residency, ResidencyStats
 from anaphora.cache.retention import Retention, RetentionBook
 from anaphora.cache.segments import Segments
-from anaphora.cache.sequence import Sequence
+from anaphora.cache.sequence import NO_BLOCKS, Sequence
 from anaphora.cache.stats import CacheStats
 from anaphora.cache.windows import Windows
 from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace, validate_media
@@ -96,6 +96,7 @@ class KVCacheManager:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
         self._num_groups = self._windows.num_groups
+        self._no_tables = [NO_BLOCKS] * self._num_groups
         self.match_unit = block_size if match_unit is None else match_unit
         if (
             self.match_unit.__class__ is not int
@@ -111,7 +112,7 @@ class KVCacheManager:
         self._index: PrefixIndex = kinds[index](
             num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy, self._residency
         )
-        self._retained = RetentionBook(self._index, int(num_blocks * max_retained_share), clock)
+        self._retained = RetentionBook(self._index, self._num_groups, int(num_blocks * max_retained_share), clock)
         self._forked: set[Sequence] = set()
         """Holders that may share a block which is not full."""
         self._copies: list[tuple[int, int]] = []
@@ -158,7 +159,7 @@ class KVCacheManager:
         if priority:
             sequence.priority = priority
         if self._num_groups > 1:
-            sequence.clear_tables(self._num_groups)
+            sequence.block_tables = self._no_tables
         return sequence
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -209,6 +210,7 @@ class KVCacheManager:
             if not self._retained.give_way(missing, hit):
                 return False
             hit = self._find(sequence)
+        sequence.open_tables(self._num_groups)
         index.pin(sequence, hit)
         if missing:
             self._extend(sequence, missing)
@@ -514,7 +516,6 @@ class KVCacheManager:
         self._index.release(sequence)
         if self._forked:
             self._forked.discard(sequence)
-        sequence.clear_tables(self._num_groups)
-        sequence.num_computed_tokens = 0
-        sequence.num_indexed_blocks = 0
-
+        sequence.block_table = NO_BLOCKS
+        sequence.block_tables = self._no_tables
+        sequence.num_computed_tokens = sequence.num_indexed_blocks = 0

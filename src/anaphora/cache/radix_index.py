@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
 
+
 class RadixIndex:
     """The tree, the holders and the blank blocks. Implements `PrefixIndex`.
 
@@ -75,7 +76,8 @@ class RadixIndex:
     @property
     def num_available(self) -> int:
         """Blank blocks and those of unpinned nodes."""
-        return len(self._blank) + self._tree.num_evictable_blocks
+        tree = self._tree
+        return len(self._blank) + (tree.num_evictable_blocks if tree.quotas else tree.order.num_blocks)
 
     @property
     def num_cached(self) -> int:
@@ -182,12 +184,13 @@ class RadixIndex:
             for _, first, last in self._duplicated(sequence):
                 self._give_back(sequence.block_table[first:last])
         tail: Node = sequence.index_state
+        order = tail.order
         sequence.index_state = None
-        if tail.order.keeps_notes and sequence.is_counted:
-            tail.order.finished(tail, sequence.num_prompt_tokens // self._block_size, self._tree.split)
+        if order.keeps_notes and sequence.is_counted:
+            order.finished(tail, sequence.num_prompt_tokens // self._block_size, self._tree.split)
         self._tree.unlock(tail)
-        if tail.order.quota is not None:
-            self._respect_quota(tail.order)
+        if order.quota is not None:
+            self._respect_quota(order)
         if self._duplicating:
             self._settle_duplicates()
 
@@ -241,27 +244,28 @@ class RadixIndex:
         self.version += 1
         width = self._tree.width
         tokens = sequence.tokens
-        while sequence.num_indexed_blocks < num_blocks:
+        segments = sequence.segments
+        first = sequence.num_indexed_blocks
+        while first < num_blocks:
             tail: Node = sequence.index_state
-            first = sequence.num_indexed_blocks
             last = num_blocks
             start = first * width
             first_block = bytes(tokens[start : start + width])
             label: Label = first_block
-            if sequence.segments is not None:
-                content, end = sequence.segments.at(first)
+            if segments is not None:
+                content, end = segments.at(first)
                 last = min(last, end)
                 if content is not None:
                     label = (first_block, content)
             kid = tail.kids.get(label)
             if kid is not None:
                 self._line_up(sequence, kid, last)
+                first = sequence.num_indexed_blocks
                 continue
             names = self._names_of_new(sequence, first, last) if self._events is not None else None
             blocks = sequence.block_table[first:last]
             key: Key = tokens[start : last * width]
-            sequence.num_indexed_blocks = last
-            if type(tail.key) is bytearray and tail.ref == 1 and not tail.kids and sequence.segments is None:
+            if not tail.kids and type(tail.key) is bytearray and tail.ref == 1 and segments is None:
                 # A leaf that only this sequence holds grows in place.
                 del tail.key[len(tail.blocks) * width :]
                 tail.key += key
@@ -270,6 +274,7 @@ class RadixIndex:
                 if type(key) is bytes and last < len(tokens) // width:
                     key = bytearray(key)  # more of the prompt will follow, in place
                 tail = sequence.index_state = self._tree.add(tail, label, key, blocks)
+            first = sequence.num_indexed_blocks = last
             if tail.order.keeps_notes:
                 tail.order.made(tail, sequence.priority)
             if names is not None:

@@ -40,6 +40,7 @@ Tokens = bytes | bytearray
 Ghost: TypeAlias = "tuple[int, Label, Node | None]"
 """Of an evicted node its depth, its label, and the node above it."""
 
+
 class RadixTree:
     """Lanes of nodes. Sizes are in blocks; `width` is the size of a block's tokens in bytes.
 
@@ -64,16 +65,15 @@ class RadixTree:
         """Unpinned nodes of the lanes without a quota."""
         self.residency = residency
         self._policy = policy
-        self._quotas: dict[Namespace, LruOrder] = {}
+        self.quotas: dict[Namespace, LruOrder] = {}
+        """The orders of the lanes that have one of their own."""
 
     @property
     def num_evictable_blocks(self) -> int:
         """Blocks of unpinned nodes."""
-        return sum(order.num_blocks for order in self.orders()) if self._quotas else self.order.num_blocks
+        return sum(order.num_blocks for order in self.orders()) if self.quotas else self.order.num_blocks
 
-    def match(
-        self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None
-    ) -> Hit:
+    def match(self, tokens: Tokens, namespace: Namespace, max_blocks: int, segments: Segments | None = None) -> Hit:
         """Find the longest known prefix, at most `max_blocks` long. Changes nothing. `where` is the last node reached,
         None where nothing matches."""
         node: Node | None = self.lanes.get(namespace)
@@ -82,9 +82,8 @@ class RadixTree:
         if isinstance(tokens, bytearray):
             tokens = bytes(tokens)
         width = self.width
-        position, end = 0, max_blocks * width
-        stop = end
-        num_unpinned = 0
+        position = pinned_end = 0
+        end = stop = max_blocks * width
         while position < end:
             first_block = tokens[position : position + width]
             label: Label = first_block
@@ -101,19 +100,20 @@ class RadixTree:
             size = len(node.blocks) * width
             if position + size > stop or len(key) != size or not tokens.startswith(key, position):
                 limit = min(stop - position, size)
-                matched = width * count_equal_blocks(tokens, position, key, limit, width)
-                position += matched
-                if not node.ref:
-                    num_unpinned += matched // width
-                if matched < size:
+                size_equal = width * count_equal_blocks(tokens, position, key, limit, width)
+                position += size_equal
+                if node.ref:
+                    pinned_end = position
+                if size_equal < size:
                     break
             else:
                 position += size
-                if not node.ref:
-                    num_unpinned += size // width
+                if node.ref:
+                    pinned_end = position
         if not position:
             return NO_HIT
         num_blocks = position // width
+        num_unpinned = (position - pinned_end) // width  # what is above a pinned node is pinned too
         # As `Hit(...)`, without its Python-level constructor.
         return tuple.__new__(Hit, (num_blocks, num_unpinned, node, num_blocks))
 
@@ -121,16 +121,16 @@ class RadixTree:
         """Return a namespace's root, made if need be. An empty one is dropped when its last hold goes."""
         root = self.lanes.get(namespace)
         if root is None:
-            root = self.lanes[namespace] = Root(namespace, self._quotas.get(namespace, self.order))
+            root = self.lanes[namespace] = Root(namespace, self.quotas.get(namespace, self.order))
         return root
 
     def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
         """Give a lane an order of its own with this quota, or none. Cost: O(nodes)."""
         order = self.order
         if max_blocks is None:
-            self._quotas.pop(namespace, None)
+            self.quotas.pop(namespace, None)
         else:
-            order = self._quotas[namespace] = make_order(self._policy, max_blocks)
+            order = self.quotas[namespace] = make_order(self._policy, max_blocks)
         root = self.lanes.get(namespace)
         if root is None:
             return
@@ -144,9 +144,9 @@ class RadixTree:
 
     def orders(self) -> list[LruOrder]:
         """All orders, in which eviction goes through them: the shared one, then those with a quota, largest first."""
-        if not self._quotas:
+        if not self.quotas:
             return [self.order]
-        return [self.order, *sorted(self._quotas.values(), key=lambda order: -order.num_blocks)]
+        return [self.order, *sorted(self.quotas.values(), key=lambda order: -order.num_blocks)]
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class RadixTree:
         self.lanes.clear()
         self.ghosts.clear()
         self.order = make_order(self._policy)
-        self._quotas = {name: make_order(self._policy, order.quota) for name, order in self._quotas.items()}
+        self.quotas = {name: make_order(self._policy, order.quota) for name, order in self.quotas.items()}
 
     def _cut(self, node: Node) -> None:
         """Take a node away from its parent, which may become a leaf, or an empty lane, by that."""
@@ -433,4 +433,3 @@ def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, widt
         else:
             differs, step = upto, max(1, (upto - num_equal) // 2)
     return num_equal
-

@@ -60,8 +60,9 @@ class RetentionBook:
     short.
     """
 
-    def __init__(self, index: PrefixIndex, max_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, index: PrefixIndex, num_groups: int, max_blocks: int, clock: Callable[[], float]) -> None:
         self.max_blocks = max_blocks
+        self._num_groups = num_groups
         self._index = index
         self._clock = clock
         self.active: dict[Retention, None] = {}
@@ -86,15 +87,13 @@ class RetentionBook:
         expires_at = self._expiry(ttl_s)
         hit = self._index.find(holder, holder.num_tokens // block_size)
         if hit.num_blocks:
-            self._index.pin(holder, hit)
+            self._pin(holder, hit)
             num_fitting = self._num_fitting(holder, hit.num_blocks)
             if num_fitting < hit.num_blocks:
                 self._index.release(holder)
-                holder.block_tables = [table[:0] for table in holder.block_tables]
-                holder.block_table = holder.block_tables[0]
                 hit = self._index.find(holder, num_fitting)
                 if hit.num_blocks:
-                    self._index.pin(holder, hit)
+                    self._pin(holder, hit)
         holder.num_computed_tokens = hit.num_blocks * block_size
         retention = Retention(self, holder, holder.num_computed_tokens, priority, expires_at)
         if hit.num_blocks:
@@ -103,6 +102,10 @@ class RetentionBook:
             self._num_retentions.update(block for table in holder.block_tables for block in table if block)
             self._touch(retention)
         return retention
+
+    def _pin(self, holder: Sequence, hit: Hit) -> None:
+        holder.open_tables(self._num_groups)
+        self._index.pin(holder, hit)
 
     def _num_fitting(self, holder: Sequence, num_blocks: int) -> int:
         """How many leading blocks of a pinned holder fit the share, beside what is kept already."""

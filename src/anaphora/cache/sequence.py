@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 State = Literal["waiting", "running", "preempted", "finished"]
 
 
+NO_BLOCKS = array("i")
+NO_TABLES = [NO_BLOCKS]
+"""What every sequence without blocks has for tables; never written to."""
+
+
 class Manager(Protocol):
     """Who made a sequence: all that the sequence itself asks of it."""
 
@@ -87,9 +92,9 @@ class Sequence:
         self.write_cache = write_cache
         self.state: State = "waiting"
         self.was_admitted = self.is_counted = self.recomputes_last_block = False
-        self.block_table = table = array("i")
+        self.block_table = NO_BLOCKS
         """One block id per block, in order. A buffer view of it expires at the next allocate."""
-        self.block_tables: list[array[int]] = [table]
+        self.block_tables = NO_TABLES
         """One table per layer group, `block_table` first. A window group's has 0 where the window has left."""
         self.num_computed_tokens = self.priority = self._num_cached_tokens = 0
         self.part_of = 0
@@ -101,10 +106,10 @@ class Sequence:
         self.hit_version = -1
         """The state of the index that `hit` is valid for."""
 
-    def clear_tables(self, num_groups: int) -> None:
+    def open_tables(self, num_groups: int) -> None:
         """Start with new, empty tables; who looks at the old ones keeps them."""
-        self.block_table = array("i")
-        self.block_tables = [self.block_table]
+        self.block_table = table = array("i")
+        self.block_tables = [table]
         if num_groups > 1:
             self.block_tables += [array("i") for _ in range(1, num_groups)]
 
@@ -125,9 +130,8 @@ class Sequence:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens served from the cache: before the first admission what a lookup finds now, final from then on."""
-        if self.was_admitted or self.state == "finished":
-            return self._num_cached_tokens
-        return self.manager.lookup(self)
+        is_final = self.was_admitted or self.state == "finished"
+        return self._num_cached_tokens if is_final else self.manager.lookup(self)
 
     def __repr__(self) -> str:
         return (
