@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anaphora.engine.executor import Batch, Span
+from anaphora.engine.grouping import shared_prefixes
 
 from .dense_model import FAMILIES, LLAMA
 
@@ -197,7 +198,103 @@ class UsesPages:
         model.copy_blocks([])
 
 
+class SharesPrefixes:
+    """Groups of spans with leading blocks in common: named or not, the bits are the same."""
+
+    @each_family
+    @settings(inherited, max_examples=8)
+    @given(
+        block_size=st.sampled_from(BLOCK_SIZES),
+        # How many tokens a sequence shares with an earlier one: up to 4 levels, most of them within a key tile.
+        branches=st.lists(st.tuples(st.integers(0, 3), st.integers(0, NUM_TOKENS - 1)), min_size=1, max_size=5),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_in_several_levels_in_any_schedule(self, build, family, block_size, branches, seed):
+        self.assert_same_bits(build, EXACT[family], block_size, branches, seed)
+
+    def test_at_real_size(self, build):
+        self.assert_same_bits(build, REAL_LAYER, 16, [(0, 560), (0, 560), (1, 300), (0, 256), (0, 255)], 0)
+
+    def assert_same_bits(self, build, shape, block_size, branches, seed):
+        """Sequences that branch off others after whole blocks, computed in random spans beside each other."""
+        random = Random(seed)
+        sequences, parents, num_shared = [sequence(0)], [-1], [0]
+        for parent, length in branches:
+            parents.append(min(parent, len(sequences) - 1))
+            num_shared.append(length // block_size * block_size)
+            own = sequence(20 + len(sequences))
+            sequences.append(np.concatenate([sequences[parents[-1]][: num_shared[-1]], own[num_shared[-1] :]]))
+        model = build(shape)
+        blocks_each = -(-NUM_TOKENS // block_size)
+        expected = []
+        for tokens in sequences:
+            model.allocate_kv(blocks_each, block_size)
+            expected.append(run(model, tokens, range(1, blocks_each + 1)))
+
+        ids = random.sample(range(1, len(sequences) * blocks_each + 1), len(sequences) * blocks_each)
+        tables = []
+        for i, num_tokens in enumerate(num_shared):
+            own = array("i", ids[i * blocks_each : (i + 1) * blocks_each])
+            num_blocks = num_tokens // block_size
+            tables.append(tables[parents[i]][:num_blocks] + own[num_blocks:] if i else own)
+        model.allocate_kv(len(ids), block_size)
+        computed = list(num_shared)
+        for i, (tokens, table) in enumerate(zip(sequences, tables, strict=True)):
+            # At least what others will read.
+            read = [n for parent, n in zip(parents, num_shared, strict=True) if parent == i]
+            stop = max([random.randint(computed[i], NUM_TOKENS - 1), *read])
+            if stop > computed[i]:
+                run(model, tokens, table, computed[i], stop)
+                computed[i] = stop
+        while unfinished := [i for i in range(len(sequences)) if computed[i] < NUM_TOKENS]:
+            members = random.sample(unfinished, random.randint(1, len(unfinished)))
+            stops = [min(computed[i] + random.choice([1, 1, 1, 5, 16, 17, 100]), NUM_TOKENS) for i in members]
+            groups = shared_prefixes([tables[i] for i in members], block_size, random.choice([1, block_size, 256]))
+            spans = [
+                Span(sequences[i][computed[i] : stop], computed[i], [tables[i]], num_logits=stop - computed[i])
+                for i, stop in zip(members, stops, strict=True)
+            ]
+            # Twice: the second time without groups, over the same pages.
+            for shared in (groups, []):
+                for i, stop, logits in zip(members, stops, model.execute(Batch(spans, shared)).logits, strict=True):
+                    assert_same_bits(logits, expected[i][computed[i] : stop])
+            for i, stop in zip(members, stops, strict=True):
+                computed[i] = stop
+
+    def test_logits_stand_in_the_order_of_the_spans(self, build):
+        model, tokens = build(LLAMA), sequence(0)
+        model.allocate_kv(NUM_BLOCKS, 16)
+        run(model, tokens, range(1, 41))
+        spans = [
+            Span(tokens[300 + i : 301 + i], 300 + i, [array("i", range(1, 41))], num_logits=i != 2) for i in range(5)
+        ]
+        outputs = model.execute(Batch(spans, [((1, 2, 4), 17), ((1, 4), 18)])).logits
+        assert outputs[2] is None
+        for i in (0, 1, 3, 4):
+            assert_same_bits(outputs[i], expected_logits(build, LLAMA, 0)[300 + i : 301 + i])
+
+
 class Refuses:
+    @pytest.mark.parametrize(
+        ("shared", "message"),
+        [
+            ([((0,), 1)], r"shared\[0\]: members \(0,\) .* two or more of the 3 spans"),
+            ([((0, 0), 1)], r"shared\[0\]: members \(0, 0\)"),
+            ([((0, 3), 1)], r"shared\[0\]: members \(0, 3\)"),
+            ([((-1, 0), 1)], r"shared\[0\]: members \(-1, 0\)"),
+            ([((0, 1), 0)], r"shared\[0\]: 0 blocks in common .* the shortest member has 2"),
+            ([((0, 1), 3)], r"shared\[0\]: 3 blocks in common"),
+            ([((0, 1), 2)], r"shared\[0\]: spans 0 and 1 do not begin with the same 2 blocks"),
+            ([((0, 1), 1), ((1, 2), 1)], r"shared\[1\]: members \(1, 2\) are neither apart"),
+        ],
+    )
+    def test_groups_that_cannot_be(self, build, shared, message):
+        model = build(LLAMA)
+        model.allocate_kv(8, 16)
+        spans = [Span(sequence(0)[:4], 16, [array("i", [1, 2 + i])]) for i in range(3)]
+        with pytest.raises(ValueError, match=message):
+            model.execute(Batch(spans, shared))
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [

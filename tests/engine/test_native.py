@@ -22,7 +22,7 @@ try:
 except NativeUnavailableError as error:
     pytest.skip(f"the native executor is not available: {error}", allow_module_level=True)
 
-TOLERANCE = {"portable": 5e-4, "avx2": 5e-4, "avx512-bf16": 4e-2}
+TOLERANCE = {"portable": 5e-4, "avx2": 5e-4, "avx512": 5e-4, "avx512-bf16": 4e-2}
 HEAD_SIZES = (2, 10, 64, 80, 96, 128, 130, 256)
 
 
@@ -133,6 +133,13 @@ class TestSameBits(contract.SameBits):
 
 class TestUsesPages(contract.UsesPages):
     pass
+
+
+class TestSharesPrefixes(contract.SharesPrefixes):
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_with_any_number_of_threads(self, path, num_threads):
+        branches = [(0, 560), (0, 560), (1, 300), (0, 256)]
+        self.assert_same_bits(build_on(path, num_threads), REAL_LAYER, 16, branches, 1)
 
 
 class TestDescribesItself:

@@ -56,6 +56,10 @@ class TestUsesPages(contract.UsesPages):
     pass
 
 
+class TestSharesPrefixes(contract.SharesPrefixes):
+    pass
+
+
 class TestDescribesItself:
     def test_sizes_come_from_the_shape(self):
         shape = FAMILIES["qwen3"]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from anaphora.engine.grouping import Group
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
@@ -48,12 +50,15 @@ class Span:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work. `shared` names groups of spans whose sequences begin with the same blocks:
-    (indices into `spans`, number of leading blocks in common); an executor may attend to them once, with the same bits.
+    """One step's work.
+
+    shared: groups of spans whose block tables begin with the same blocks (the first group's, if there are several layer
+    groups), as `anaphora.engine.grouping` finds them: indices into `spans`, number of leading blocks in common. Two
+    groups are apart or nested. An executor may attend to such blocks once for all, with the same bits, or look away.
     """
 
     spans: list[Span]
-    shared: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    shared: list[Group] = field(default_factory=list)
 
 
 @dataclass(slots=True)

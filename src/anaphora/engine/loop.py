@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anaphora.engine.executor import Batch, Span
+from anaphora.engine.grouping import shared_prefixes
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
@@ -372,7 +373,8 @@ class Engine:
 
         Raises whatever the executor does.
         """
-        batch = Batch([_to_span(span) for span in scheduled])
+        tables = [span.live.sequence.block_table for span in scheduled]
+        batch = Batch([_to_span(span) for span in scheduled], shared_prefixes(tables, self._manager.block_size))
         copies = self._manager.take_copies()
         started = self._clock()
         try:

@@ -37,6 +37,25 @@ def check_batch(batch: Batch, *, vocab_size: int, max_context: int, num_blocks: 
     """
     for index, span in enumerate(batch.spans):
         _check_span(f"spans[{index}]", span, vocab_size, max_context, num_blocks, block_size)
+    for index in range(len(batch.shared)):
+        _check_group(index, batch, block_size)
+
+
+def _check_group(index: int, batch: Batch, block_size: int) -> None:
+    name, spans = f"shared[{index}]", batch.spans
+    members, num_blocks = batch.shared[index]
+    if len(set(members)) < max(2, len(members)) or not 0 <= min(members) <= max(members) < len(spans):
+        raise ValueError(f"{name}: members {members} are not allowed; it must be two or more of the {len(spans)} spans")
+    most = min(-(-(spans[i].start + len(spans[i].tokens)) // block_size) for i in members)
+    if not 1 <= num_blocks <= most:
+        raise ValueError(f"{name}: {num_blocks} blocks in common are not allowed; the shortest member has {most}")
+    first = spans[members[0]].block_tables[0][:num_blocks]
+    for i in members:
+        if spans[i].block_tables[0][:num_blocks] != first:
+            raise ValueError(f"{name}: spans {members[0]} and {i} do not begin with the same {num_blocks} blocks")
+    for other, _ in batch.shared[:index]:
+        if (overlap := set(members) & set(other)) and overlap not in (set(members), set(other)):
+            raise ValueError(f"{name}: members {members} are neither apart from {other} nor nested with them")
 
 
 def _check_span(name: str, span: Span, vocab_size: int, max_context: int, num_blocks: int, block_size: int) -> None:

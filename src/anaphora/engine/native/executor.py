@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from anaphora.engine.executor import Batch, Span
+    from anaphora.engine.grouping import Group
     from anaphora.model import LayerWeights, ModelShape, Weights
 
     Array: TypeAlias = NDArray[np.float32]
 
 BLOCK_SIZES = (16, 32, 64, 128)
+
+MAX_SHARING_TOKENS = 16
+"""Longer spans attend alone: their own rows are enough to make the most of a key tile once it is loaded."""
 
 CELL_TOKENS, KEY_TILE, STRIP = 16, 256, 32
 """Constants of cpp/layout.h: tokens of a KV cell, tokens of one partial softmax, outputs of a weight strip."""
@@ -143,10 +147,11 @@ class NativeExecutor:
     def execute(self, batch: Batch) -> Output:
         """Compute the spans, write their KV and return the logits asked for.
 
-        `batch.shared` is not made use of. Nothing is written if the batch is refused.
+        Key tiles that spans have in common, by `batch.shared`, are attended to once for all, with the same bits.
+        Nothing is written if the batch is refused.
 
         Raises:
-            ValueError: a span that cannot be computed; the message names its index and field.
+            ValueError: a span or group that cannot be computed; the message names its index and field.
             RuntimeError: there are no pages yet.
             MemoryError: there is not enough memory for a step of this size; nothing was written.
         """
@@ -160,31 +165,46 @@ class NativeExecutor:
         )
         if not batch.spans:
             return Output([])
-        tokens = np.concatenate([span.tokens for span in batch.spans])
-        tables = [self._needed_table(span) for span in batch.spans]
+        groups = _groups_of_short_spans(batch)
+        order = _groups_together(groups, len(batch.spans))
+        ordered = [batch.spans[i] for i in order]
+        tokens = np.concatenate([span.tokens for span in ordered])
+        tables = [self._needed_table(span) for span in ordered]
         firsts = np.cumsum([0, *(len(table) for table in tables)])
         spans = np.array(
             [
                 (span.start, len(span.tokens), span.num_logits, first)
-                for span, first in zip(batch.spans, firsts[:-1], strict=True)
+                for span, first in zip(ordered, firsts[:-1], strict=True)
             ],
             np.int32,
         )
         blocks = np.concatenate(tables)
-        num_rows = int(spans[:, 2].sum())
-        logits = np.empty((num_rows, -(-self.vocab_size // STRIP) * STRIP), np.float32)
+        place = {span: at for at, span in enumerate(order)}
+        shared = np.array(
+            [
+                (min(place[i] for i in members), len(members), num_blocks * self._block_size // KEY_TILE)
+                for members, num_blocks in groups
+            ],
+            np.int32,
+        )
+        ends = np.cumsum(spans[:, 2])
+        logits = np.empty((ends[-1], -(-self.vocab_size // STRIP) * STRIP), np.float32)
         if not self._library.anaphora_execute(
-            self._handle, tokens.ctypes.data, spans.ctypes.data, len(spans), blocks.ctypes.data, logits.ctypes.data
+            self._handle,
+            tokens.ctypes.data,
+            spans.ctypes.data,
+            len(spans),
+            blocks.ctypes.data,
+            shared.ctypes.data,
+            len(shared),
+            logits.ctypes.data,
         ):
             raise MemoryError(f"not enough memory for a step of {len(tokens)} tokens")
-        rows = logits[:, : self.vocab_size]
-        ends = np.cumsum(spans[:, 2]).tolist()
-        return Output(
-            [
-                rows[end - span.num_logits : end] if span.num_logits else None
-                for span, end in zip(batch.spans, ends, strict=True)
-            ]
-        )
+        output: list[Array | None] = [None] * len(order)
+        for i, end, span in zip(order, ends.tolist(), ordered, strict=True):
+            if span.num_logits:
+                output[i] = logits[end - span.num_logits : end, : self.vocab_size]
+        return Output(output)
 
     def _needed_table(self, span: Span) -> NDArray[np.int32]:
         num_needed = -(-(span.start + len(span.tokens)) // self._block_size)
@@ -211,6 +231,22 @@ class NativeExecutor:
         arrays = {name: None if array is None else _dense(array) for name, array in given.items()}
         pointers = LayerPointers(**{name: _address(array) for name, array in arrays.items()})
         return bool(self._library.anaphora_load_layer(self._handle, number, ctypes.byref(pointers)))
+
+
+def _groups_of_short_spans(batch: Batch) -> list[Group]:
+    """The groups without their long spans, outer ones first."""
+    is_short = [len(span.tokens) <= MAX_SHARING_TOKENS for span in batch.spans]
+    short = ((tuple(i for i in members if is_short[i]), num_blocks) for members, num_blocks in batch.shared)
+    return sorted((group for group in short if len(group[0]) > 1), key=lambda group: (-len(group[0]), group[1]))
+
+
+def _groups_together(groups: list[Group], num_spans: int) -> list[int]:
+    """The spans in an order in which those of each group follow one another."""
+    groups_of: list[list[int]] = [[] for _ in range(num_spans)]
+    for number, (members, _) in enumerate(groups):
+        for i in members:
+            groups_of[i].append(number)
+    return sorted(range(num_spans), key=groups_of.__getitem__)
 
 
 def _dense(array: Array) -> Array:

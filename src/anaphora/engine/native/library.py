@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "cpp"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _UNITS: dict[str, tuple[str, ...]] = {"api.cpp": (), "team.cpp": (), "path_portable.cpp": ()}
 _X86_UNITS: dict[str, tuple[str, ...]] = {
-    "path_avx2.cpp": ("-mavx2", "-mfma"),
-    "path_avx512_bf16.cpp": ("-mavx2", "-mfma", *_AVX512),
+    "path_avx2.cpp": _AVX2,
+    "path_avx512.cpp": _AVX512,
+    "path_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 _COMPILE_TIMEOUT_S = 600
 
@@ -89,7 +91,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: there is no compiler, it failed, or the cache folder cannot be written.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     units = _UNITS | (_X86_UNITS if platform.machine() in {"x86_64", "AMD64"} else {})
     target = cache_folder() / "native" / f"{_digest(compiler, units)}.so"
     try:
@@ -102,7 +104,7 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
     for name in (os.environ.get("CXX"), *_COMPILERS):
         if name and (path := shutil.which(name)):
             return path
@@ -115,7 +117,7 @@ def _digest(compiler: str, units: dict[str, tuple[str, ...]]) -> str:
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     version = _run([compiler, "--version"])
-    digest.update(repr((version, platform.machine(), _FLAGS, sorted(units.items()))).encode())
+    digest.update(repr((version, platform.machine(), FLAGS, sorted(units.items()))).encode())
     return digest.hexdigest()
 
 
@@ -127,7 +129,7 @@ def _build(compiler: str, units: dict[str, tuple[str, ...]], target: Path) -> No
         processes = []
         for name, flags in units.items():
             output = Path(folder, name).with_suffix(".o")
-            command = [compiler, *_FLAGS, *flags, "-c", str(_SOURCES / name), "-o", str(output)]
+            command = [compiler, *FLAGS, *flags, "-c", str(_SOURCES / name), "-o", str(output)]
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         try:
             outputs = [process.communicate(timeout=_COMPILE_TIMEOUT_S)[0] for process in processes]
@@ -169,7 +171,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("load_layer", number, (pointer, number, POINTER(LayerPointers))),
         ("allocate_pages", number, (pointer, number, number)),
         ("copy_block", None, (pointer, number, number)),
-        ("execute", number, (pointer, pointer, pointer, number, pointer, pointer)),
+        ("execute", number, (pointer, pointer, pointer, number, pointer, pointer, number, pointer)),
     ):
         function = getattr(library, f"anaphora_{name}")
         function.restype, function.argtypes = result, arguments

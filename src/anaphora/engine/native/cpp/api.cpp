@@ -138,8 +138,12 @@ class Engine {
   }
 
   // spans: per span start, number of tokens, wanted logits, and where in `tables` its table begins.
-  void execute(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables, float* logits) {
-    plan(tokens, spans, num_spans, tables);
+  // groups: per group first span, number of spans, and how many leading key tiles their tables have in common; groups
+  // are apart or nested, the larger ones first.
+  void execute(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables,
+               const int32_t (*groups)[3], int num_groups, float* logits) {
+    plan_rows(tokens, spans, num_spans, tables);
+    plan_attention(groups, num_groups);
     make_room();
     step_.logits = logits;
     struct Call {
@@ -149,9 +153,8 @@ class Engine {
     team_.run([](void* context, Team& team) { ((Call*)context)->path.forward(((Call*)context)->step, team); }, &call);
   }
 
-
  private:
-  static constexpr int64_t PIECE_ROWS = 48;          // of one work item of attention; the keys stay in cache for them
+  static constexpr int32_t PIECE_ROWS = 48;          // of one work item of attention; the keys stay in cache for them
   static constexpr int64_t PIECES_FOR_A_THREAD = 4;  // fewer, and their tiles are shared among the threads
 
   struct Rows {
@@ -184,45 +187,88 @@ class Engine {
     return matrix;
   }
 
-  void plan(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables) {
-    const Sizes& sizes = model_.sizes;
-    const int64_t group = sizes.heads / sizes.kv_heads;
-    const int32_t piece_tokens = (int32_t)(group < PIECE_ROWS ? PIECE_ROWS / group : 1);
-    rows_.clear(), spans_.clear(), pieces_.clear(), tile_pieces_.clear(), logit_rows_.clear();
-    num_partials_ = 0;
+  void plan_rows(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables) {
+    rows_.clear(), spans_.clear(), logit_rows_.clear();
     for (int32_t s = 0; s < num_spans; ++s) {
       const auto [start, count, num_logits, table] = spans[s];
       const int32_t first_row = (int32_t)rows_.size();
       spans_.push_back({start, count, first_row, tables + table});
       for (int32_t i = 0; i < count; ++i) rows_.push_back({tokens[first_row + i], start + i, s});
       for (int32_t i = count - num_logits; i < count; ++i) logit_rows_.push_back(first_row + i);
-      for (int32_t first = 0; first < count; first += piece_tokens) {
-        const int32_t length = count - first < piece_tokens ? count - first : piece_tokens;
-        const int32_t oldest = sizes.window && start + first >= sizes.window ? start + first - sizes.window + 1 : 0;
-        const int32_t first_tile = oldest / KEY_TILE, stop_tile = (start + first + length - 1) / KEY_TILE + 1;
-        pieces_.push_back({s, first, length, first_tile, stop_tile, num_partials_});
-        num_partials_ += (int64_t)(stop_tile - first_tile) * length * sizes.heads;
-      }
     }
-    const int64_t num_items = (int64_t)pieces_.size() * sizes.kv_heads;
-    step_.keeps_partials = team_.size() > 1 && num_items < PIECES_FOR_A_THREAD * team_.size();
-    if (step_.keeps_partials)
-      for (int32_t p = 0; p < (int32_t)pieces_.size(); ++p)
-        for (int32_t tile = pieces_[p].first_tile; tile < pieces_[p].stop_tile; ++tile) tile_pieces_.push_back({p, tile});
-    else
-      num_partials_ = 0;
-
     step_.model = &model_;
     step_.num_rows = (int32_t)rows_.size();
-    step_.num_spans = num_spans;
-    step_.num_pieces = (int32_t)pieces_.size();
     step_.num_logits = (int32_t)logit_rows_.size();
-    step_.num_tile_pieces = (int64_t)tile_pieces_.size();
     step_.rows = rows_.data();
     step_.spans = spans_.data();
+    step_.logit_rows = logit_rows_.data();
+  }
+
+  void plan_attention(const int32_t (*groups)[3], int num_groups) {
+    segments_.clear(), pieces_.clear(), tile_pieces_.clear();
+    num_partials_ = 0;
+    innermost_.assign(spans_.size(), -1);
+    for (int g = 0; g < num_groups; ++g) {
+      const auto [first, count, stop_tile] = groups[g];
+      if (!add_segment(first, count, stop_tile)) continue;
+      keep_partials(segments_.back());
+      for (int32_t s = first; s < first + count; ++s) innermost_[s] = (int32_t)segments_.size() - 1;
+    }
+    const int32_t num_groups_kept = (int32_t)segments_.size();
+    for (int32_t s = 0; s < (int32_t)spans_.size(); ++s) {
+      add_segment(s, 1, (spans_[s].start + spans_[s].num_tokens - 1) / KEY_TILE + 1);
+      add_pieces((int32_t)segments_.size() - 1);
+    }
+    step_.num_pieces = (int32_t)pieces_.size();
+    if (team_.size() > 1 && step_.num_pieces * model_.sizes.kv_heads < PIECES_FOR_A_THREAD * team_.size())
+      for (size_t s = num_groups_kept; s < segments_.size(); ++s) keep_partials(segments_[s]);
+    for (int32_t s = 0; s < num_groups_kept; ++s) add_pieces(s);
+    for (int32_t p = 0; p < (int32_t)pieces_.size(); ++p) {
+      const Segment& segment = segments_[pieces_[p].segment];
+      const int32_t stop_tile = segment.is_kept ? segment.stop_tile : 0;
+      for (int32_t tile = segment.first_tile; tile < stop_tile && tile * KEY_TILE < pieces_[p].stop; ++tile)
+        tile_pieces_.push_back({p, tile});
+    }
+    step_.segments = segments_.data();
     step_.pieces = pieces_.data();
     step_.tile_pieces = tile_pieces_.data();
-    step_.logit_rows = logit_rows_.data();
+    step_.num_tile_pieces = (int64_t)tile_pieces_.size();
+  }
+
+  // Of consecutive spans, from where the segments before it end to `stop_tile`. False, and none, for a group's without
+  // tiles: a span has one in any case, since it is what its rows are attended by.
+  bool add_segment(int32_t first_span, int32_t num_spans, int32_t stop_tile) {
+    const int32_t parent = innermost_[first_span], window = model_.sizes.window;
+    int32_t oldest = spans_[first_span].start, num_rows = 0;
+    for (int32_t s = first_span; s < first_span + num_spans; ++s) {
+      oldest = spans_[s].start < oldest ? spans_[s].start : oldest;
+      num_rows += spans_[s].num_tokens;
+    }
+    int32_t first_tile = window && oldest >= window ? (oldest - window + 1) / KEY_TILE : 0;
+    if (parent >= 0 && segments_[parent].stop_tile > first_tile) first_tile = segments_[parent].stop_tile;
+    if (num_spans > 1 && stop_tile <= first_tile) return false;
+    segments_.push_back({spans_[first_span].first_row, num_rows, first_tile, stop_tile, parent, false, 0,
+                         spans_[first_span].table});
+    return true;
+  }
+
+  void keep_partials(Segment& segment) {
+    segment.is_kept = true;
+    segment.first_partial = num_partials_;
+    if (segment.stop_tile > segment.first_tile)
+      num_partials_ += (int64_t)(segment.stop_tile - segment.first_tile) * segment.num_rows * model_.sizes.heads;
+  }
+
+  void add_pieces(int32_t number) {
+    const Segment& segment = segments_[number];
+    const int32_t group = model_.sizes.heads / model_.sizes.kv_heads, most = group < PIECE_ROWS ? PIECE_ROWS / group : 1;
+    for (int32_t first = 0; first < segment.num_rows; first += most) {
+      const int32_t count = segment.num_rows - first < most ? segment.num_rows - first : most;
+      int32_t stop = 0;
+      for (int32_t row = segment.first_row + first; row < segment.first_row + first + count; ++row)
+        stop = rows_[row].position >= stop ? rows_[row].position + 1 : stop;
+      pieces_.push_back({number, segment.first_row + first, count, stop});
+    }
   }
 
   void make_room() {
@@ -272,6 +318,8 @@ class Engine {
   Step step_{};
   std::vector<Row> rows_;
   std::vector<Span> spans_;
+  std::vector<Segment> segments_;
+  std::vector<int32_t> innermost_;  // per span the segment of the smallest group that it is in, -1: none
   std::vector<Piece> pieces_;
   std::vector<TilePiece> tile_pieces_;
   std::vector<int32_t> logit_rows_;
@@ -303,7 +351,8 @@ const char* anaphora_paths() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx2 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return "avx512-bf16 avx2 portable";
+  if (has_avx2 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return "avx512-bf16 avx512 avx2 portable";
+  if (has_avx2 && has_avx512) return "avx512 avx2 portable";
   if (has_avx2) return "avx2 portable";
 #endif
   return "portable";
@@ -313,7 +362,7 @@ const char* anaphora_paths() {
 Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads) {
   const anaphora::Path* chosen = &anaphora::portable_path;
 #if defined(__x86_64__)
-  for (const anaphora::Path* other : {&anaphora::avx2_path, &anaphora::avx512_bf16_path})
+  for (const anaphora::Path* other : {&anaphora::avx2_path, &anaphora::avx512_path, &anaphora::avx512_bf16_path})
     if (!std::strcmp(path, other->name)) chosen = other;
 #endif
   Engine* engine = nullptr;
@@ -339,8 +388,8 @@ int anaphora_allocate_pages(Engine* engine, int num_blocks, int block_size) {
 void anaphora_copy_block(Engine* engine, int from, int to) { engine->copy_block(from, to); }
 
 int anaphora_execute(Engine* engine, const int32_t* tokens, const int32_t (*spans)[4], int num_spans,
-                     const int32_t* tables, float* logits) {
-  return guarded([&] { engine->execute(tokens, spans, num_spans, tables, logits); });
+                     const int32_t* tables, const int32_t (*groups)[3], int num_groups, float* logits) {
+  return guarded([&] { engine->execute(tokens, spans, num_spans, tables, groups, num_groups, logits); });
 }
 
 }  // extern "C"

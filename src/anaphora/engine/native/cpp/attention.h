@@ -1,9 +1,9 @@
 // Attention over paged keys and values, in key tiles counted from the sequence's start. Included by forward.h.
 //
-// The rows of a piece are its tokens times the query heads of one KV head: row r is token r / group, head r % group.
+// The rows here are a piece's tokens times the query heads of one KV head: row r is token r / group, head r % group.
 // Each row gets a partial result for each key tile that it sees (maximum, sum, mixed values), computed from nothing, and
-// these are merged from first to last. Whether a partial is merged at once or kept and merged later, and by which
-// thread, does not show in the bits.
+// these are merged from first to last. Whether a partial is merged at once or kept and merged later, by which thread it
+// was computed, and beside which other sequences' rows, does not show in the bits.
 
 namespace anaphora::ANAPHORA_PATH {
 namespace {
@@ -134,31 +134,32 @@ struct PieceView {
   const Piece& piece;
   int64_t layer, kv_head;
 
-  const Span& span() const { return step.spans[piece.span]; }
+  const Segment& segment() const { return step.segments[piece.segment]; }
   int64_t group() const { return step.model->sizes.heads / step.model->sizes.kv_heads; }
-  int64_t num_rows() const { return piece.num_tokens * group(); }
-  int64_t batch_row(int64_t row) const { return span().first_row + piece.first_token + row / group(); }
-  int64_t position(int64_t row) const { return span().start + piece.first_token + row / group(); }
-  int64_t head(int64_t row) const { return kv_head * group() + row % group(); }
+  int64_t num_rows() const { return piece.num_rows * group(); }
+  int64_t position(int64_t row) const { return step.rows[piece.first_row + row / group()].position; }
 
   const Operand* query(int64_t row) const {
     // Stored per KV head, so that the rows of a piece follow one another.
-    const int64_t index = kv_head * step.num_rows * group() + batch_row(0) * group() + row;
+    const int64_t index = (kv_head * step.num_rows + piece.first_row) * group() + row;
     return (const Operand*)step.queries + index * step.query_stride;
   }
-  float* kept_partial(int64_t tile, int64_t row) const {
-    const int64_t tiles = piece.stop_tile - piece.first_tile;
-    const int64_t index = (kv_head * tiles + tile - piece.first_tile) * num_rows() + row;
-    return step.partials + (piece.first_partial + index) * step.partial_stride;
+  // Of this piece's segment or of one that contains it.
+  float* kept_partial(const Segment& from, int64_t tile, int64_t row) const {
+    const int64_t of_tile = kv_head * (from.stop_tile - from.first_tile) + tile - from.first_tile;
+    const int64_t index = (of_tile * from.num_rows + piece.first_row - from.first_row) * group() + row;
+    return step.partials + (from.first_partial + index) * step.partial_stride;
   }
   Operand* output(int64_t row) const {
-    return (Operand*)step.attended + batch_row(row) * step.attended_stride + head(row) * step.model->sizes.head_dim;
+    const int64_t head = kv_head * group() + row % group();
+    return (Operand*)step.attended + (piece.first_row + row / group()) * step.attended_stride +
+           head * step.model->sizes.head_dim;
   }
 
   // Partial results of all rows for one tile, to where place(row) says; then done(row, partial) for each that sees it.
   template <typename PlaceOf, typename Done>
   void for_tile(int64_t tile, PlaceOf place, Done done) const {
-    const TileView view(*step.model, layer, kv_head, tile, span().table, position(num_rows() - 1) + 1);
+    const TileView view(*step.model, layer, kv_head, tile, segment().table, piece.stop);
     for (int64_t row = 0; row < num_rows(); row += MAX_ROWS) {
       const int n = (int)(num_rows() - row < MAX_ROWS ? num_rows() - row : MAX_ROWS);
       Visible seen[MAX_ROWS];
@@ -172,32 +173,34 @@ struct PieceView {
     }
   }
 
+  void keep_partials(int64_t tile) const {
+    for_tile(
+        tile, [&](int64_t row) { return kept_partial(segment(), tile, row); }, [](int64_t, const float*) {});
+  }
+
+  // A row's kept partials, from the outermost segment's first to this one's last.
+  void merge_kept(const Segment& from, int64_t row, float* state) const {
+    if (from.parent >= 0) merge_kept(step.segments[from.parent], row, state);
+    if (!from.is_kept) return;
+    const Visible seen = visible(*step.model, position(row));
+    for (int64_t tile = from.first_tile; tile < from.stop_tile; ++tile)
+      if (sees(seen, tile * KEY_TILE)) merge(state, kept_partial(from, tile, row), step.model->value_dims());
+  }
+
   void attend() const {
     const int64_t stride = step.partial_stride, dims = step.model->value_dims();
     float states[num_rows() * stride], partials[MAX_ROWS * stride];
-    for (int64_t row = 0; row < num_rows(); ++row) clear_state(states + row * stride, dims);
-    for (int64_t tile = piece.first_tile; tile < piece.stop_tile; ++tile)
+    for (int64_t row = 0; row < num_rows(); ++row) {
+      clear_state(states + row * stride, dims);
+      merge_kept(segment(), row, states + row * stride);
+    }
+    const int64_t stop_tile = segment().is_kept ? 0 : segment().stop_tile;
+    for (int64_t tile = segment().first_tile; tile < stop_tile && tile * KEY_TILE < piece.stop; ++tile)
       for_tile(
           tile, [&](int64_t) { return partials; },
           [&](int64_t row, const float* partial) { merge(states + row * stride, partial, dims); });
     for (int64_t row = 0; row < num_rows(); ++row)
       finish(states + row * stride, step.model->sizes.head_dim, output(row));
-  }
-
-  void keep_partials(int64_t tile) const {
-    for_tile(
-        tile, [&](int64_t row) { return kept_partial(tile, row); }, [](int64_t, const float*) {});
-  }
-
-  void merge_kept() const {
-    const int64_t dims = step.model->value_dims();
-    float state[step.partial_stride];
-    for (int64_t row = 0; row < num_rows(); ++row) {
-      clear_state(state, dims);
-      for (int64_t tile = piece.first_tile; tile < piece.stop_tile; ++tile)
-        if (sees(visible(*step.model, position(row)), tile * KEY_TILE)) merge(state, kept_partial(tile, row), dims);
-      finish(state, step.model->sizes.head_dim, output(row));
-    }
   }
 };
 

@@ -118,18 +118,14 @@ void distribute(const Step& step, int64_t layer, int64_t row) {
 void attention(const Step& step, Team& team, int64_t layer) {
   const int64_t kv_heads = step.model->sizes.kv_heads;
   const auto view = [&](int64_t piece, int64_t kv_head) { return PieceView{step, step.pieces[piece], layer, kv_head}; };
-  if (step.keeps_partials) {
+  if (step.num_tile_pieces)
     share(team, step.num_tile_pieces * kv_heads, [&](int64_t item) {
       const TilePiece& what = step.tile_pieces[item / kv_heads];
       view(what.piece, item % kv_heads).keep_partials(what.tile);
     });
-    share(team, step.num_pieces * kv_heads,
-          [&](int64_t item) { view(item / kv_heads, item % kv_heads).merge_kept(); });
-  } else {
-    // From the last piece, which sees most of its sequence, so that the short ones fill the end of the loop.
-    const int64_t last = step.num_pieces * kv_heads - 1;
-    share(team, last + 1, [&](int64_t item) { view((last - item) / kv_heads, (last - item) % kv_heads).attend(); });
-  }
+  // From the last piece, which sees most of its sequence, so that the short ones fill the end of the loop.
+  const int64_t last = step.num_pieces * kv_heads - 1;
+  share(team, last + 1, [&](int64_t item) { view((last - item) / kv_heads, (last - item) % kv_heads).attend(); });
 }
 
 void forward(const Step& step, Team& team) {

@@ -86,11 +86,31 @@ struct Row {
   int32_t token, position, span;
 };
 
-// Some consecutive tokens of a span whose attention is computed together.
+// Consecutive rows of the step that attend to the same key tiles through one table. Each span has one, and so has each
+// group of spans whose tables begin with the same blocks: their shared tiles are then nobody else's. So what a row sees
+// is its span's segment, before it that segment's parent, and so on.
+//
+//     group of spans 0 - 3:        tiles 0 .. 7
+//       group of spans 0 - 1:        tiles 8 .. 11
+//         span 0:                      tiles 12 .. 13
+//         span 1:                      tile  12
+//       span 2:                      tiles 8 .. 9
+//       ...
+//
+// A kept segment's partial results are stored: [kv_heads, tiles, num_rows, heads of a KV head], from `first_partial`.
+struct Segment {
+  int32_t first_row, num_rows;
+  int32_t first_tile, stop_tile;  // tiles are counted from the sequence's start
+  int32_t parent;                 // number of a segment, which is kept; -1: none
+  bool is_kept;
+  int64_t first_partial;
+  const int32_t* table;
+};
+
+// Some consecutive rows of a segment whose attention is computed together.
 struct Piece {
-  int32_t span, first_token, num_tokens;
-  int32_t first_tile, stop_tile;  // what they see; tiles are counted from the sequence's start
-  int64_t first_partial;          // where its partial results begin, if they are kept
+  int32_t segment, first_row, num_rows;  // first_row: of the step
+  int32_t stop;                          // the token after the last one that one of them sees
 };
 
 struct TilePiece {
@@ -99,16 +119,15 @@ struct TilePiece {
 
 struct Step {
   const Model* model;
-  int32_t num_rows, num_spans, num_pieces, num_logits;
+  int32_t num_rows, num_pieces, num_logits;
+  int64_t num_tile_pieces;
   const Row* rows;
   const Span* spans;
-  const Piece* pieces;
-  const int32_t* logit_rows;  // [num_logits]
-  float* logits;              // [num_logits, head strips * 32]
-  // Partial results are kept and merged later if there are too few pieces for the threads. The bits are the same.
-  bool keeps_partials;
-  const TilePiece* tile_pieces;
-  int64_t num_tile_pieces;
+  const Segment* segments;
+  const Piece* pieces;           // [num_pieces] of the spans' segments, then those of groups'
+  const TilePiece* tile_pieces;  // of kept segments
+  const int32_t* logit_rows;     // [num_logits]
+  float* logits;                 // [num_logits, head strips * 32]
   // Rows of floats and of operands; strides in elements.
   float *hidden, *projected, *partials;
   void *normed, *queries, *attended, *activated;
@@ -125,7 +144,7 @@ struct Path {
 };
 extern const Path portable_path;
 #if defined(__x86_64__)
-extern const Path avx2_path, avx512_bf16_path;
+extern const Path avx2_path, avx512_path, avx512_bf16_path;
 #endif
 
 }  // namespace anaphora

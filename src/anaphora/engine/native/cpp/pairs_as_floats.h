@@ -17,7 +17,7 @@ static INLINE Pairs load_pairs(const uint32_t* from) {
 
 // acc + even * x[0], then + odd * x[1].
 static INLINE F32 dot(F32 acc, const Pairs& pairs, const Operand* x) {
-  const Floats even = Floats{} + x[0], odd = Floats{} + x[1];
+  const Floats even = broadcast(x[0]), odd = broadcast(x[1]);
   EACH_PART acc.part[i] = multiply_add(pairs.odd.part[i], odd, multiply_add(pairs.even.part[i], even, acc.part[i]));
   return acc;
 }

@@ -27,9 +27,10 @@ INLINE F32 load(const float* from) {
   return v;
 }
 INLINE void store(float* to, F32 v) { std::memcpy(to, &v, sizeof v); }
+INLINE Floats broadcast(float x) { return x - Floats{}; }  // minus 0 leaves even -0, so compilers drop it; plus 0 not
 INLINE F32 splat(float x) {
   F32 v;
-  EACH_PART v.part[i] = Floats{} + x;
+  EACH_PART v.part[i] = broadcast(x);
   return v;
 }
 INLINE F32 operator+(F32 a, F32 b) {
