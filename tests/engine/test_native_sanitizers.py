@@ -1,6 +1,6 @@
 """The native executor's C++ under the compiler's sanitizers: no stray access, no undefined operation, no data race.
 
-Compiling for them takes minutes, so it is asked for: ANAPHORA_SANITIZERS=1 pytest tests/engine/test_native_sanitizers.py
+Compiling for them takes minutes, so it must be asked for: with ANAPHORA_SANITIZERS=1 in the environment.
 """
 
 from __future__ import annotations

@@ -105,6 +105,11 @@ def load_library() -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
+    """Return the path of the compiler: $CXX, or the first of the usual ones.
+
+    Raises:
+        NativeUnavailableError: there is none.
+    """
     for name in (os.environ.get("CXX"), *_COMPILERS):
         if name and (path := shutil.which(name)):
             return path
