@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from anaphora.cache.run import Root, Run
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from anaphora.identity import Namespace
 
 
-class _Stretch(NamedTuple):
+@dataclass(slots=True)
+class _Stretch:
     """Consecutive blocks of one run that were evicted: first .. end - 1, counted from where `tokens` begin.
 
     depth: blocks before `tokens`; checksum: of what those hold. content: the media that the block at `depth` lies in.
@@ -44,6 +46,7 @@ class Ghosts:
         self._width = trie.width
         self._stretches: deque[_Stretch] = deque()
         self._size = 0
+        self._latest: Run | None = None
 
     def __len__(self) -> int:
         """Blocks whose tokens are kept."""
@@ -51,10 +54,14 @@ class Ghosts:
 
     def remember(self, run: Run, first: int, end: int) -> None:
         """The blocks first .. end - 1 of a run are about to go, the last one first."""
+        key, start = run.key, 0
+        if run is self._latest and self._stretches[-1].tokens is key and self._stretches[-1].first == end:
+            self._stretches[-1].first = first  # more of what went last
+            return
+        self._latest = run
         assert isinstance(run.root, Root)
         width = self._width
         end = min(end, first + self._limit)
-        key, start = run.key, 0
         # The key itself costs nothing to keep, if it is mostly these blocks and will not change.
         if type(key) is not bytes or (end - first) * 2 * width < len(key):
             key, start = bytes(memoryview(key)[first * width : end * width]), first
@@ -96,3 +103,4 @@ class Ghosts:
         """Forget all of them."""
         self._stretches.clear()
         self._size = 0
+        self._latest = None

@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """Where a hit ends, and per layer group the blocks that it needs: its last ones, of full attention all."""
+    """Where a hit ends, per layer group the blocks that it needs (its last ones, of full attention all), and those of
+    them that nobody holds."""
 
     run: Run
     position: int
     blocks: list[array[int]]
+    idle: list[int]
 
 
 class HashIndex:
@@ -132,14 +134,14 @@ class HashIndex:
             num_hit = windows.fit(num_full, lambda group, position: blocks[group][position] > 0)
         for group, first in enumerate(windows.first_needed(num_hit)):
             blocks[group] = blocks[group][first:num_hit]
-        holders = self._num_holders.__getitem__
-        num_unpinned = sum(list(map(holders, needed)).count(0) for needed in blocks)
-        found = Found(*self._trie.place(run, num_hit), blocks)
-        return Hit(num_hit, num_unpinned, found, num_full if windows.full_groups else num_hit)
+        num_holders = self._num_holders
+        idle = [block for needed in blocks for block in needed if not num_holders[block]]
+        found = Found(*self._trie.place(run, num_hit), blocks, idle)
+        return Hit(num_hit, len(idle), found, num_full if windows.full_groups else num_hit)
 
     def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
         """Every cached block that extends the last prefix."""
-        run, position, _ = hit.where or (self._trie.roots.get(sequence.namespace), 0, None)
+        run, position = hit.where[:2] if hit.where else (self._trie.roots.get(sequence.namespace), 0)
         if run is None or not isinstance(self._trie.label(sequence, hit.num_blocks), bytes):
             return
         if position < run.num_blocks and run.content is None and run.columns[0][position]:
@@ -168,15 +170,15 @@ class HashIndex:
         for table, needed in zip(sequence.block_tables, hit.where.blocks, strict=True):
             table.extend([0] * (hit.num_blocks - len(needed)))
             table.extend(needed)
-            idle = [block for block in needed if not num_holders[block]] if hit.num_unpinned else None
             for block in needed:
                 num_holders[block] += 1
-            if idle:
-                self._free.remove(idle)
-                self._num_named_free -= len(idle)
-                if self._residency is not None:
-                    for block in idle:
-                        self._residency.held(block, 1)
+        idle = hit.where.idle
+        if idle:
+            self._free.remove(idle)
+            self._num_named_free -= len(idle)
+            if self._residency is not None:
+                for block in idle:
+                    self._residency.held(block, 1)
         sequence.num_indexed_blocks = hit.num_blocks
         self._stand(sequence, hit.where.run, hit.where.position)
 

@@ -56,7 +56,9 @@ class FreeQueue:
         return living
 
     def take(self, num_blocks: int) -> array[int]:
-        """Remove and return the first `num_blocks` ids; the caller has made sure that they are there."""
+        """Remove and return the first `num_blocks` ids. Raises ValueError if there are not as many."""
+        if num_blocks > len(self):
+            raise ValueError(f"num_blocks: {len(self)} are left, got {num_blocks}")
         stack = self._stack
         cut = max(0, len(stack) - num_blocks)
         ids = stack[cut:]

@@ -13,7 +13,7 @@ position for as long as it is cached.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 from anaphora.cache.radix_tree import count_equal_blocks
@@ -27,6 +27,9 @@ Label: TypeAlias = "bytes | tuple[bytes, BlockContent]"
 
 CHECKSUM_STRIDE = 16
 """Blocks between the checksums that a run keeps."""
+
+NONE: dict[int, Any] = {}
+"""What all runs share that have no children, or where nobody stands. Nothing is ever put in."""
 
 
 class Run:
@@ -69,11 +72,11 @@ class Run:
         self.label = label
         self.content = None if isinstance(label, bytes) else label[1]
         self.key = key
-        self.columns: list[array[int]] = [array("i") for _ in range(num_groups)]
+        self.columns: tuple[array[int], ...] = tuple([array("i") for _ in range(num_groups)])
         self.num_cached = [0] * num_groups
         self.copies: dict[tuple[int, int], list[int]] | None = None
-        self.kids: dict[int, dict[Label, Run]] = {}
-        self.standing: dict[int, int] = {}
+        self.kids: dict[int, dict[Label, Run]] = NONE
+        self.standing: dict[int, int] = NONE
         self.digests: list[bytes] | None = None
         self.sums: list[int] | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from anaphora.cache.index import require
-from anaphora.cache.run import Label, Root, Run
+from anaphora.cache.run import NONE, Label, Root, Run
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
@@ -114,9 +114,14 @@ class RunTrie:
             end = last if segments is None else min(last, segments.at(at)[1])
             label = self.label(sequence, at)
             key = tokens[at * width : end * width]
-            if type(key) is bytes and end < len(tokens) // width and segments is None:
-                key = bytearray(key)  # more of the prompt will follow, in place
+            if type(key) is bytes:
+                if end < len(tokens) // width and segments is None:
+                    key = bytearray(key)  # more of the prompt will follow, in place
+                elif key == label:
+                    key = label  # one object for both
             kid = Run(run, at, label, key, self._num_groups)
+            if run.kids is NONE:
+                run.kids = {}
             run.kids.setdefault(position, {})[label] = kid
             spans.append(Span(kid, 0, end - at))
             run, at = kid, end
@@ -132,6 +137,8 @@ class RunTrie:
 
     def stand(self, run: Run, position: int) -> None:
         """A sequence stands at a place; so that stays known."""
+        if run.standing is NONE:
+            run.standing = {}
         run.standing[position] = run.standing.get(position, 0) + 1
 
     def leave(self, run: Run, position: int) -> None:
@@ -139,7 +146,9 @@ class RunTrie:
         rest = run.standing.pop(position) - 1
         if rest:
             run.standing[position] = rest
-        elif position == run.num_blocks:
+            return
+        run.standing = run.standing or NONE
+        if position == run.num_blocks:
             self.trim(run)
 
     def trim(self, run: Run) -> None:
@@ -164,6 +173,7 @@ class RunTrie:
             if kids:
                 return
             del parent.kids[position]
+            parent.kids = parent.kids or NONE
             if position < parent.num_blocks:
                 return
             run = parent
@@ -234,6 +244,7 @@ class RunTrie:
 
     def check(self, standing: dict[tuple[Run, int], int]) -> None:
         """Assert every invariant of the tree, given how many sequences stand where. Raises InvariantError."""
+        require(not NONE, "something was put into what all runs share")
         seen: dict[tuple[Run, int], int] = {}
         for run in self.runs():
             num_blocks = run.num_blocks
