@@ -418,7 +418,7 @@ def _is_above(node: Node | None, labels: Callable[[int], Label], namespace: Name
     return isinstance(node, Root) and node.namespace == namespace
 
 
-def count_equal_blocks(tokens: Tokens, position: int, key: Key, limit: int, width: int) -> int:
+def count_equal_blocks(tokens: Tokens, position: int, key: Key | memoryview, limit: int, width: int) -> int:
     """Return how many whole blocks of `key[:limit]` equal the tokens from byte `position` on.
 
     Gallops in growing steps, then bisects the step that differs; each probe is one memcmp. Cost: O(log) probes.
