@@ -60,6 +60,22 @@ class TestNames:
         assert manager.block_digests(sequence) == expected
 
 
+class TestGrowth:
+    def test_a_run_that_lost_its_end_grows_on_with_other_tokens(self):
+        manager = KVCacheManager(6, 2, index="hash", events=True)
+        for end in ([5, 6, 7, 8], [50, 60, 70, 80]):
+            sequence = manager.start([1, 2, 3, 4, *end])
+            while sequence.num_computed_tokens < 8:
+                assert manager.allocate(sequence, 2)
+                manager.commit(sequence, 2)
+            manager.check()
+            assert manager.match([1, 2, 3, 4, *end, 9]) == 8
+            table = list(sequence.block_table)
+            manager.finish(sequence)
+            manager.evict_blocks(table[2:])
+        assert [run.num_blocks for run in index_of(manager)._trie.runs()] == [0, 2]
+
+
 class TestGroups:
     def test_a_block_may_serve_one_layer_group_after_another(self):
         manager = KVCacheManager(6, 2, index="hash", windows=(None, 3), events=True)
@@ -136,6 +152,16 @@ class TestGhosts:
         run(manager, range(100, 112))
         run(manager, [3, 4])
         assert self.reason(manager, [3, 4, *range(20, 30)]) == "not_cached"
+
+    def test_nor_were_those_of_a_branch_after_another_head(self):
+        manager = KVCacheManager(6, 2, index="hash")
+        heads = [admit(manager, head) for head in ([1, 2], [3, 4])]
+        run(manager, [1, 2, 20, 21, 22, 23])
+        run(manager, range(100, 108))
+        assert self.reason(manager, [1, 2, 20, 21, 22, 23]) == "evicted"
+        assert self.reason(manager, [3, 4, 20, 21, 22, 23]) == "not_cached"
+        for head in heads:
+            manager.finish(head)
 
     @pytest.mark.parametrize("num_shared", [2, 4])
     def test_a_branch_is_remembered_by_all_that_comes_before_it(self, num_shared):
