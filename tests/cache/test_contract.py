@@ -370,12 +370,55 @@ class TestQuotas:
             KVCacheManager(4).set_quota(self.ALICE, -1)
         with pytest.raises(ValueError, match="quotas need index='radix'"):
             KVCacheManager(4, index="hash").set_quota(self.ALICE, 1)
+        with pytest.raises(ValueError, match="windows: .* need index='hash'"):
+            KVCacheManager(4, index="radix", windows=(None, 8))
+        with pytest.raises(ValueError, match="index: expected 'radix' or 'hash'"):
+            KVCacheManager(4, index="trie")
         with pytest.raises(ValueError, match="eviction: expected one of lru"):
             KVCacheManager(4, eviction="random")
         with pytest.raises(ValueError, match="eviction"):
             KVCacheManager(4, index="hash", eviction="lfu")
         with pytest.raises(ValueError, match="next_prompt"):
             Tlru(threshold=10, next_prompt=10)
+
+
+class TestLayerGroups:
+    def test_a_model_with_windows_gets_the_index_that_knows_them(self):
+        manager = KVCacheManager(8, 4, windows=(None, 8))
+        run(manager, tokens(1, 10))
+        sequence = admit(manager, tokens(1, 10))
+        assert sequence.num_cached_tokens == 8
+        assert [len(table) for table in sequence.block_tables] == [3, 3]
+
+    def test_a_waiting_sequence_has_an_empty_table_for_each_group(self):
+        manager = KVCacheManager(8, 4, windows=(None, 8))
+        sequence = manager.start(tokens(1, 10))
+        assert [list(table) for table in sequence.block_tables] == [[], []]
+        manager.allocate(sequence, 10)
+        manager.preempt(sequence)
+        assert [list(table) for table in sequence.block_tables] == [[], []]
+
+
+class TestTrimmedLeaves:
+    def test_a_leaf_that_lost_its_tail_grows_by_what_is_computed_next(self):
+        manager = KVCacheManager(6, 2, index="radix")
+        first = manager.start(tokens(1, 12))
+        assert manager.allocate(first, 12)
+        for _ in range(6):
+            manager.commit(first, 2)  # block by block, so that the leaf grows in place
+        manager.finish(first)
+        run(manager, [91, 92, 93])  # takes the last two blocks
+        assert run(manager, [*tokens(1, 8), 77, 78, 79]) == 8
+        assert manager.match([*tokens(1, 8), 77, 78, 79]) == 10
+        assert manager.match(tokens(1, 12)) == 8
+
+    def test_the_key_of_a_leaf_does_not_keep_more_than_twice_what_is_cached(self):
+        manager = KVCacheManager(64, 1, index="radix")
+        run(manager, tokens(1, 65))
+        for size in range(1, 64):
+            run(manager, tokens(1000, 1001 + size))
+            assert isinstance(manager._index, RadixIndex)
+            assert all(len(node.key) <= 2 * 4 * (len(node.blocks) + 1) for node in manager._index._tree.nodes())
 
 
 class TestDuplicates:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Literal
 
+from anaphora.cache.copies import Copies
 from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
@@ -43,7 +44,9 @@ class KVCacheManager:
         num_blocks: blocks in the pool. Their ids are 1 .. num_blocks; 0 is the null block, so an executor holds
             num_blocks + 1 pages.
         block_size: tokens in a block. Hits are whole blocks.
-        index: "radix" finds prefixes by their tokens in a tree; "hash" by a map of chained digests, as vLLM does.
+        index: "radix" finds prefixes by their tokens in a tree; "hash" block by block, with vLLM's rules. By default
+            "hash" where `windows` asks for several layer groups or for windows, which "radix" does not know, and
+            "radix" everywhere else.
         eviction: what goes first of what nobody holds: a name in `eviction.POLICIES`, or a policy with its parameters.
             index="hash" knows "lru" alone.
         digests: how blocks are named (`block_digests`, events); by default with a secret of this process's own.
@@ -70,7 +73,7 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int = 16,
         *,
-        index: IndexKind = "radix",
+        index: IndexKind | None = None,
         eviction: str | EvictionPolicy = "lru",
         digests: BlockDigests | None = None,
         match_unit: int | None = None,
@@ -92,9 +95,10 @@ class KVCacheManager:
         self.block_size = block_size
         policy = resolve_policy(eviction, block_size, clock)
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
-        if index not in kinds:
+        if index is not None and index not in kinds:
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
+        kind = index or ("radix" if self._windows.is_plain else "hash")
         self._num_groups = self._windows.num_groups
         self._no_tables = [NO_BLOCKS] * self._num_groups
         self.match_unit = block_size if match_unit is None else match_unit
@@ -109,13 +113,11 @@ class KVCacheManager:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._residency = Residency(clock) if measure_residency else None
-        self._index: PrefixIndex = kinds[index](
+        self._index: PrefixIndex = kinds[kind](
             num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy, self._residency
         )
         self._retained = RetentionBook(self._index, self._num_groups, int(num_blocks * max_retained_share), clock)
-        self._forked: set[Sequence] = set()
-        """Holders that may share a block which is not full."""
-        self._copies: list[tuple[int, int]] = []
+        self._copies = Copies(self._index, block_size)
         self._stats = CacheStats()
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class KVCacheManager:
         index = self._index
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
         missing = (num_blocks - len(sequence.block_table)) * self._num_groups
-        copies = self._shared_tails(sequence) if num_tokens and sequence in self._forked else ()
+        copies = self._copies.shared_tails(sequence) if num_tokens and self._copies.forked else ()
         if missing > 0 or copies:
             num_new = max(0, missing) + len(copies) - index.num_leaving(sequence)
             if num_new > index.num_available and not self._retained.give_way(num_new):
@@ -186,7 +188,7 @@ class KVCacheManager:
         if self._windows.window_groups:
             index.slide(sequence)
         if copies:
-            self._copy_tails(sequence, copies)
+            self._copies.copy_tails(sequence, copies)
         if missing > 0:
             self._extend(sequence, missing)
         return True
@@ -216,7 +218,7 @@ class KVCacheManager:
             self._extend(sequence, missing)
         sequence.part_of = part_of
         if part_of:
-            self._copies.append((part_of, sequence.block_table[num_hit_blocks]))
+            self._copies.add(part_of, sequence.block_table[num_hit_blocks])
         sequence.num_computed_tokens = num_hit_tokens = num_hit_blocks * block_size + num_part_tokens
         sequence.publishes = sequence.write_cache
         sequence.num_shared_blocks = hit.num_full
@@ -252,7 +254,7 @@ class KVCacheManager:
             )
         if num_computed > len(sequence.block_table) * block_size:
             raise ValueError(f"num_tokens: cannot commit {num_tokens}; allocate slots for them first")
-        if self._forked and num_tokens and sequence in self._forked and self._shared_tails(sequence):
+        if self._copies.forked and num_tokens and self._copies.shared_tails(sequence):
             raise ValueError(f"num_tokens: cannot commit {num_tokens} into a shared block; allocate first")
         if not sequence.is_counted:
             sequence.is_counted = True
@@ -306,13 +308,12 @@ class KVCacheManager:
             raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
         child = sequence.branch(-(-sequence.num_computed_tokens // self.block_size))
         self._index.share(sequence, child)
-        self._forked |= {sequence, child}
+        self._copies.forked |= {sequence, child}
         return child
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the (from, to) block pairs to copy, in this order, before the next step computes; then forget them."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._copies.take()
 
     def retain(
         self,
@@ -494,28 +495,10 @@ class KVCacheManager:
                 tables[group] = table + part
         sequence.block_table = tables[0]
 
-    def _shared_tails(self, sequence: Sequence) -> list[int]:
-        """The groups whose block for the next token is not empty, not full, and somebody else's too."""
-        position, num_written = divmod(sequence.num_computed_tokens, self.block_size)
-        if not num_written:
-            return []
-        tables = sequence.block_tables
-        return [group for group, table in enumerate(tables) if self._index.is_shared(table[position])]
-
-    def _copy_tails(self, sequence: Sequence, groups: SequenceOf[int]) -> None:
-        position = sequence.num_computed_tokens // self.block_size
-        for group, own in zip(groups, self._index.take(len(groups)), strict=True):
-            # A new table, since someone may still look at the old one.
-            table = sequence.block_tables[group] = sequence.block_tables[group][:]
-            self._index.leave(table[position])
-            self._copies.append((table[position], own))
-            table[position] = own
-        sequence.block_table = sequence.block_tables[0]
-
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)
-        if self._forked:
-            self._forked.discard(sequence)
+        if self._copies.forked:
+            self._copies.forked.discard(sequence)
         sequence.block_table = NO_BLOCKS
         sequence.block_tables = self._no_tables
         sequence.num_computed_tokens = sequence.num_indexed_blocks = 0

@@ -56,7 +56,7 @@ class RadixIndex:
         policy: EvictionPolicy,
         residency: Residency | None,
     ) -> None:
-        if windows.num_groups > 1 or windows.window_groups:
+        if not windows.is_plain:
             raise ValueError("windows: several layer groups, or windows, need index='hash'")
         self._num_blocks = num_blocks
         self._block_size = block_size

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from anaphora.cache.eviction import make_order
 from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
 from anaphora.cache.node import NO_KIDS, Node, Root
-from anaphora.tokens import TOKEN_BYTES
+from anaphora.tokens import TOKEN_BYTES, Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -418,7 +418,7 @@ def _is_above(node: Node | None, labels: Callable[[int], Label], namespace: Name
     return isinstance(node, Root) and node.namespace == namespace
 
 
-def count_equal_blocks(tokens: Tokens, position: int, key: Key | memoryview, limit: int, width: int) -> int:
+def count_equal_blocks(tokens: Tokens, position: int, key: Buffer, limit: int, width: int) -> int:
     """Return how many whole blocks of `key[:limit]` equal the tokens from byte `position` on.
 
     Gallops in growing steps, then bisects the step that differs; each probe is one memcmp. Cost: O(log) probes.

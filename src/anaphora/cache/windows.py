@@ -38,6 +38,8 @@ class Windows:
         self.num_groups = len(windows)
         self.full_groups = tuple(group for group, window in enumerate(windows) if window is None)
         self.window_groups = tuple((group, window) for group, window in enumerate(windows) if window is not None)
+        self.is_plain = self.num_groups == 1 and not self.window_groups
+        """Whether there is one group, and it attends to everything."""
         self._block_size = block_size
         self._retention = retention
 
