@@ -92,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.tables[sequence] = []
         else:
             assert fingerprint(self.manager) == before
-            assert num_needed > 0 or sequence in self.manager._forked
+            assert num_needed > 0 or sequence in self.manager._copies.forked
 
     def lookup(self, sequence: Sequence) -> int:
         if not sequence.read_cache:
