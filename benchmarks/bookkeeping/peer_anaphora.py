@@ -84,7 +84,7 @@ CONTESTANTS: dict[str, Callable[[Scenario], AnaphoraManager]] = {
         scenario, as_array, events=True, digests=VllmDigests("sha256")
     ),
     "hash, int32, vLLM's names": lambda scenario: AnaphoraManager(
-        scenario, as_array, index="hash", digests=VllmDigests("sha256")
+        scenario, as_array, index="hash", events=True, digests=VllmDigests("sha256")
     ),
     "hash, int32": partial(AnaphoraManager, pack=as_array, index="hash"),
 }
