@@ -52,7 +52,7 @@ _pack_id = struct.Struct("=i").pack
 class EngineStats:
     """Counters since the start; `num_running`, `num_waiting` and the block counts are of now. Times are in seconds.
 
-    num_held: of those that wait, how many do so for a prefix that is being computed.
+    num_held: of those that wait, how many sat out the last step since it computed a prefix of theirs.
 
     manager_s: in the manager's calls and the scheduling loop around them: an upper bound of what caching costs.
     execute_s: in the executor. step_s: in whole steps, so it contains all of execute_s and nearly all of manager_s.
@@ -97,7 +97,7 @@ class Engine:
     clock: returns seconds.
     queue_order: who of those that wait is admitted next: "fcfs", "lpm", "dfs", "fair", or a function that makes a
         QueueOrder for a KVCacheManager. See `anaphora.engine.order`.
-    min_held_tokens: a request is held back for a prefix that another one is computing if that saves so many tokens.
+    min_held_tokens: a request sits out a step that computes a prefix of its own if that saves so many tokens.
     new_sampler: makes what draws a request's tokens, given its seed; the default draws from the logits.
 
     Raises:

@@ -133,6 +133,7 @@ class Scheduler:
             if not self._allocate(live, num_tokens, position):
                 return scheduled
             scheduled.append(ScheduledSpan(live, sequence.num_computed_tokens, num_tokens))
+            self.waiting.computes(live, num_tokens)
             budget -= num_tokens
             position += 1
         if len(self.waiting) == num_waiting and not has_preempted:
@@ -219,6 +220,7 @@ class Scheduler:
             # What admission found counts, not what the lookup before it did.
             start = sequence.num_computed_tokens
             num_tokens = min(sequence.num_tokens - start, num_tokens)
+            waiting.computes(live, num_tokens)
             scheduled.append(ScheduledSpan(live, start, num_tokens))
             budget -= num_tokens
 

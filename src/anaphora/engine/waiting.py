@@ -33,7 +33,7 @@ class _Class:
 
 class WaitingQueue:
     """By priority; of equals, those that were preempted, those that have less than half of their time left, and then
-    by the order that was chosen. A request whose prefix is being computed is held back meanwhile.
+    by the order that was chosen. A request whose prefix is being computed in a step is held back from that step.
 
     Cost: as the order has it, and O(log waiting) a call.
     """
@@ -55,15 +55,18 @@ class WaitingQueue:
         self._ready_priorities: list[int] = []
         """Ascending, of the classes in which somebody is ready."""
         self._places: dict[LiveRequest, str] = {}
-        """Where each is: "order", "preempted", "hurried", "held", "returning"."""
-        self._returning: deque[LiveRequest] = deque()
+        """Where each is: "order", "preempted", "hurried", "held"."""
+        self._held: deque[LiveRequest] = deque()
         self._half_times: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
         self._num_moves_left = MAX_MOVED
-        self.num_held = 0
-        """Of those here, how many wait for a prefix that is being computed."""
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def num_held(self) -> int:
+        """How many were held back by the last pass, or still are by earlier ones."""
+        return len(self._held)
 
     @property
     def most_urgent(self) -> int | None:
@@ -77,17 +80,16 @@ class WaitingQueue:
             self._half_times.push((live.half_time_s,), live)
 
     def push_preempted(self, live: LiveRequest) -> None:
-        """Add a request that was running; nobody waits for its prefill any more."""
+        """Add a request that was running."""
         self._enter(live, "preempted")
-        self._take_back(self._in_progress.stop(live))
 
     def begin_pass(self, now_s: float) -> None:
-        """A pass of the scheduler begins: whoever needs not be held any more is back, whoever is late in a hurry."""
+        """A pass of the scheduler begins: whoever was held is back, whoever is late in a hurry."""
+        self._in_progress.clear()
         self._num_moves_left = MAX_MOVED
-        self._take_back(list(self._in_progress.begin_pass()))
-        for _ in range(min(MAX_MOVED, len(self._returning))):
-            live = self._returning.popleft()
-            if self._places.get(live) == "returning":
+        for _ in range(min(MAX_MOVED, len(self._held))):
+            live = self._held.popleft()
+            if self._places.get(live) == "held":
                 self._enter(live, "order")
         while (entry := self._half_times.first_entry()) is not None and entry[0][0] <= now_s:
             self._half_times.drop_first()
@@ -105,11 +107,11 @@ class WaitingQueue:
                 if first is not None:
                     return first
             while (live := ready.order.peek()) is not None:
-                if not self._in_progress.hold(live):
+                if not self._in_progress.is_worth_waiting_for(live):
                     return live
                 self._leave(live)
                 self._places[live] = "held"
-                self.num_held += 1
+                self._held.append(live)
                 self._num_moves_left -= 1
                 if not self._num_moves_left:
                     return None
@@ -119,40 +121,26 @@ class WaitingQueue:
         """Take out a request, because it runs now. KeyError if it is not ready."""
         if self._take_out(live) == "order":
             self._classes[live.request.priority].order.admitted(live)
-        self._in_progress.start(live)
 
     def remove(self, live: LiveRequest) -> None:
         """Take out a request that has ended. KeyError if it is not here."""
-        place = self._places[live]
-        if place == "held":
-            self._in_progress.forget(live)
-            self.num_held -= 1
-            del self._places[live]
-        elif place == "returning":
+        if self._places[live] == "held":
             del self._places[live]
         else:
             self._leave(live)
 
+    def computes(self, live: LiveRequest, num_tokens: int) -> None:
+        """A running request computes so many tokens in the step of this pass: others may wait for them."""
+        self._in_progress.add(live, num_tokens)
+
     def committed(self, live: LiveRequest) -> None:
-        """A running request has computed more tokens: those that wait for them come back, and all may find them."""
-        if self._places:
-            for ready in self._ready_orders():
-                ready.committed(live)
-        self._take_back(self._in_progress.progressed(live))
+        """A running request has computed more tokens: all may find them."""
+        for priority in self._ready_priorities:
+            self._classes[priority].order.committed(live)
 
     def ended(self, live: LiveRequest) -> None:
         """A running request has ended."""
-        self._take_back(self._in_progress.stop(live))
         self._classes[live.request.priority].order.ended(live)
-
-    def _ready_orders(self) -> list[QueueOrder]:
-        return [self._classes[priority].order for priority in self._ready_priorities]
-
-    def _take_back(self, held: list[LiveRequest]) -> None:
-        for live in held:
-            self._places[live] = "returning"
-        self._returning.extend(held)
-        self.num_held -= len(held)
 
     def _enter(self, live: LiveRequest, place: str) -> None:
         priority = live.request.priority
