@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,6 +56,34 @@ def test_a_prompt_seen_before_is_served_from_the_cache_with_the_same_result(mode
     assert warm.token_ids == cold.token_ids
     assert warm.logprobs == cold.logprobs
     assert llm.stats().cached_tokens == warm.num_cached_tokens
+
+
+def test_several_samples_of_each_prompt_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True, n=3)
+    together = llm.generate(["the cat sat", "rain fell"], params)
+    assert len(together) == 6
+    for i, completion in enumerate(together):
+        prompt = ("the cat sat", "rain fell")[i // 3]
+        (alone,) = llm.generate(prompt, replace(params, n=1, seed=3 + i % 3))
+        assert completion.token_ids == alone.token_ids
+
+
+def test_best_of_returns_the_likeliest_samples_best_first(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True, logprobs=0)
+    drawn = llm.generate("the cat sat", replace(params, n=5))
+    best = llm.generate("the cat sat", replace(params, n=2), best_of=5)
+    by_mean = sorted(drawn, key=lambda c: -sum(t.logprob for t in c.logprobs) / len(c.logprobs))
+    assert [completion.token_ids for completion in best] == [completion.token_ids for completion in by_mean[:2]]
+    with pytest.raises(ValueError, match="best_of: 1 is not allowed; it must be at least n, 2"):
+        llm.generate("the cat sat", replace(params, n=2), best_of=1)
+
+
+@pytest.mark.parametrize("queue_order", ["fcfs", "lpm", "dfs", "fair"])
+def test_the_order_of_the_queue_changes_no_answer(model: Model, llm: LLM, queue_order: str) -> None:
+    prompts = ["the cat sat", LONG + "what is", "rain fell", LONG + "the dog", LONG]
+    ordered = LLM(model, kv_memory_bytes=1 << 20, max_num_seqs=2, queue_order=queue_order)  # type: ignore[arg-type]
+    expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
+    assert [completion.token_ids for completion in ordered.generate(prompts, GREEDY)] == expected
 
 
 def test_packed_ids_are_taken_as_they_are(llm: LLM) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from anaphora.engine.build import build_engine
@@ -49,6 +50,12 @@ class Completion:
         self.error = delta.error
 
 
+def _mean_logprob(completion: Completion) -> float:
+    """What ranks samples, whatever their lengths; one that failed before its first token is the last."""
+    logprobs = [token.logprob for token in completion.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
+
+
 class LLM:
     """A model, and an engine whose cache lives as long as this object does. Not safe to be called from two threads.
 
@@ -76,34 +83,51 @@ class LLM:
         prompts: str | bytes | Iterable[str | bytes],
         sampling: SamplingParams | None = None,
         *,
+        best_of: int | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> list[Completion]:
-        """Continue one prompt or several together; return a completion for each, in order.
+        """Continue one prompt or several together; return completions in the order of the prompts, `sampling.n` each.
 
         prompts: text, or packed int32 ids (`bytes`). sampling: for all of them, `SamplingParams()` by default.
+        best_of: draw so many samples of each prompt and return the `sampling.n` likeliest, by mean log-probability
+            per token, best first.
         cache_salt: prefixes are shared only between calls with the same one.
+        priority, deadline_s: as `Request` has them.
 
         Raises:
             RequestError: a prompt can never be served; then none of them is.
-            ValueError: an empty `cache_salt`, or text with lone surrogates.
+            ValueError: an empty `cache_salt`, a `best_of` below `sampling.n`, or text with lone surrogates.
         """
+        sampling = sampling or SamplingParams()
+        num_asked = sampling.n
+        if best_of is not None:
+            if best_of < num_asked:
+                raise ValueError(f"best_of: {best_of} is not allowed; it must be at least n, {num_asked}")
+            logprobs = 0 if sampling.logprobs is None else sampling.logprobs
+            sampling = replace(sampling, n=best_of, logprobs=logprobs)
         if isinstance(prompts, (str, bytes)):
             prompts = [prompts]
         namespace = Namespace(model=self.model.revision, salt=cache_salt)
         requests = [
-            Request(self._new_id(), self._encode(prompt), sampling or SamplingParams(), namespace) for prompt in prompts
+            Request(self._new_id(), self._encode(prompt), sampling, namespace, priority=priority, deadline_s=deadline_s)
+            for prompt in prompts
         ]
-        completions = {request.request_id: Completion() for request in requests}
+        samples = {request.request_id: [Completion() for _ in range(sampling.n)] for request in requests}
         try:
             for request in requests:
                 self._engine.submit(request)
             while self._engine.has_work:
                 for delta in self._engine.step():
-                    completions[delta.request_id].add(delta)
+                    samples[delta.request_id][delta.index].add(delta)
         finally:
-            for request_id in completions:
+            for request_id in samples:
                 self._engine.abort(request_id)
-        return list(completions.values())
+        if best_of is not None:
+            for of_prompt in samples.values():
+                of_prompt.sort(key=_mean_logprob, reverse=True)
+        return [completion for of_prompt in samples.values() for completion in of_prompt[:num_asked]]
 
     def chat(
         self,

@@ -22,7 +22,7 @@ class Answer:
         self._call = call
         self._form = form
         self._tokenizer = model.tokenizer
-        self._choices = [Choice(i) for i in range(len(call.prompts) * len(call.samplings))]
+        self._choices = [Choice(i) for i in range(len(call.prompts) * call.sampling.n)]
         self._head: Json = {"id": call_id, "created": int(time.time()), "model": model.name}
 
     async def whole(self, deltas: AsyncIterator[tuple[int, Delta]]) -> Json:
@@ -51,4 +51,4 @@ class Answer:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _usage(self) -> Json:
-        return usage(self._choices, len(self._call.samplings))
+        return usage(self._choices, self._call.sampling.n)

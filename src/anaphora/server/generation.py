@@ -61,7 +61,9 @@ class Generations:
 
 
 class Generation:
-    """Submits requests to the engine and yields (index, delta) in the order in which they came.
+    """Submits requests to the engine and yields (choice, delta) in the order in which they came.
+
+    A choice is a sample of a request; they are numbered request by request.
 
     The engine calls back on its own thread; from there on all happens on the event loop. Whatever way it ends (all
     finished, the client went away, the server stops, the caller was cancelled), no request stays in the engine.
@@ -72,6 +74,7 @@ class Generation:
         self._service = service
         self._requests = requests
         self._live = live
+        self._choices: list[Request] = []
         self._unfinished: dict[int, RequestTimer] = {}
         self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
 
@@ -80,15 +83,18 @@ class Generation:
         loop = asyncio.get_running_loop()
         self._live.add(self)
         for index, request in enumerate(self._requests):
+            first = len(self._choices)
             try:
-                self._service.submit(request, self._callback(loop, index))
+                self._service.submit(request, self._callback(loop, first))
             except RequestError as error:
                 self.abort()
                 raise RefusedError(index, error) from None
             except BaseException:
                 self.abort()
                 raise
-            self._unfinished[index] = start_timer()
+            for _ in range(request.sampling.n):
+                self._unfinished[len(self._choices)] = start_timer()
+                self._choices.append(request)
 
     @contextlib.asynccontextmanager
     async def watch(self, receive: Receive) -> AsyncIterator[None]:
@@ -107,19 +113,19 @@ class Generation:
             ApiError: the engine failed or the server stops.
             ClientDisconnect: nobody listens any more.
         """
-        num_open = len(self._requests)
+        num_open = len(self._choices)
         while num_open:
             item = await self._arrived.get()
             if isinstance(item, Exception):
                 raise item
-            index, delta = item
+            choice, delta = item
             if delta.finish_reason == "error":
                 logger.error("Request %s failed: %s", delta.request_id, delta.error)
                 raise internal_error()
             if delta.finish_reason == "abort":
                 raise shutting_down()
             num_open -= delta.finish_reason is not None
-            yield index, delta
+            yield choice, delta
 
     def end_with(self, error: Exception) -> None:
         """Take what is unfinished out of the engine and end the stream with an error."""
@@ -129,26 +135,27 @@ class Generation:
     def abort(self) -> None:
         """Take what is unfinished out of the engine. Idempotent."""
         self._live.discard(self)
-        while self._unfinished:
-            index, timer = self._unfinished.popitem()
-            self._service.abort(self._requests[index].request_id)
+        unfinished, self._unfinished = self._unfinished, {}
+        for request_id in {self._choices[choice].request_id for choice in unfinished}:
+            self._service.abort(request_id)
+        for timer in unfinished.values():
             timer.finish("abort")
 
-    def _callback(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Delta], None]:
+    def _callback(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Delta], None]:
         def on_delta(delta: Delta) -> None:
-            loop.call_soon_threadsafe(self._take, index, delta)
+            loop.call_soon_threadsafe(self._take, first + delta.index, delta)
 
         return on_delta
 
-    def _take(self, index: int, delta: Delta) -> None:
-        timer = self._unfinished.get(index)
+    def _take(self, choice: int, delta: Delta) -> None:
+        timer = self._unfinished.get(choice)
         if timer is None:  # aborted meanwhile
             return
         timer.observe(delta)
         if delta.finish_reason is not None:
             timer.finish(delta.finish_reason)
-            del self._unfinished[index]
-        self._arrived.put_nowait((index, delta))
+            del self._unfinished[choice]
+        self._arrived.put_nowait((choice, delta))
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

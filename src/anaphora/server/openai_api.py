@@ -6,8 +6,7 @@ either honoured, or cannot change the answer and is accepted, or is refused by i
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -134,15 +133,15 @@ class CompletionRequest(_SampledRequest, forbid_unknown_fields=True, kw_only=Tru
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one API request asks of the engine: `len(samplings)` samples of each prompt (packed int32 ids).
+    """What one API request asks of the engine: `sampling.n` samples of each prompt (packed int32 ids).
 
-    Samples are numbered prompt by prompt: sample j of prompt i is choice i * len(samplings) + j.
+    Samples are numbered prompt by prompt: sample j of prompt i is choice i * sampling.n + j.
     prompt_paths: per prompt the field that it came from; field_names: other fields of the engine's by the name that
     the client knows.
     """
 
     prompts: tuple[bytes, ...]
-    samplings: tuple[SamplingParams, ...]
+    sampling: SamplingParams
     namespace: Namespace
     is_stream: bool
     includes_usage: bool
@@ -152,21 +151,21 @@ class Call:
     @property
     def has_logprobs(self) -> bool:
         """Whether the answer is to have log-probabilities."""
-        return self.samplings[0].logprobs is not None
+        return self.sampling.logprobs is not None
 
     def requests(self, call_id: str, *, uses_cache: bool) -> list[Request]:
-        """The engine's requests, one a choice, in their order."""
-        choices = enumerate(itertools.product(self.prompts, self.samplings))
+        """The engine's requests, one a prompt, in their order."""
         return [
-            Request(f"{call_id}-{i}", prompt, sampling, self.namespace, read_cache=uses_cache, write_cache=uses_cache)
-            for i, (prompt, sampling) in choices
+            Request(
+                f"{call_id}-{i}", prompt, self.sampling, self.namespace, read_cache=uses_cache, write_cache=uses_cache
+            )
+            for i, prompt in enumerate(self.prompts)
         ]
 
-    def refusal(self, choice: int, error: RequestError, model: ServedModel) -> ApiError:
-        """The engine's refusal of one choice as a 400, in the client's words."""
-        i, j = divmod(choice, len(self.samplings))
-        names = self.field_names | {"prompt": self.prompt_paths[i]}
-        is_too_long = _num_tokens(self.prompts[i]) + self.samplings[j].max_tokens > model.max_context
+    def refusal(self, index: int, error: RequestError, model: ServedModel) -> ApiError:
+        """The engine's refusal of one prompt as a 400, in the client's words."""
+        names = self.field_names | {"prompt": self.prompt_paths[index]}
+        is_too_long = _num_tokens(self.prompts[index]) + self.sampling.max_tokens > model.max_context
         code = "context_length_exceeded" if is_too_long and error.param in {"prompt", "max_tokens"} else "invalid_value"
         return _from_request_error(error, names, code)
 
@@ -272,7 +271,7 @@ def _call(
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "allowed only with stream = true")
     try:
-        first = SamplingParams(
+        sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -281,14 +280,13 @@ def _call(
             stop=_stop_strings(body.stop),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
+            n=body.n or 1,
         )
     except RequestError as error:
         raise _from_request_error(error, field_names) from None
     return Call(
         prompts=tuple(prompts.values()),
-        samplings=tuple(
-            first if first.seed is None else replace(first, seed=first.seed + j) for j in range(body.n or 1)
-        ),
+        sampling=sampling,
         namespace=Namespace(model=model.revision, salt=body.cache_salt),
         is_stream=bool(body.stream),
         includes_usage=bool(body.stream_options and body.stream_options.include_usage),
