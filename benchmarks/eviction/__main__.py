@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .chart import draw
+from anaphora.lab.charts import Panel, draw
+
 from .generated import WORKLOADS, generate
 from .real import REAL_POLICIES, RealCache
 from .reference_policies import POLICIES
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             by_core.setdefault(core, {})[policy] = row_rates
         found[trace.name] = {"capacities": list(capacities), "hit_rates": by_core}
         # The library's own figures where there are any.
-        panels.append((trace.name, list(capacities), by_core.get("reference", {}) | by_core.get("real", {})))
+        panels.append(Panel(trace.name, list(capacities), by_core.get("reference", {}) | by_core.get("real", {})))
         if not options.json:
             print_table(trace, capacities, rates)
     if options.plot:

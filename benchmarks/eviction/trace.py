@@ -1,11 +1,12 @@
-"""Request traces as chains of blocks, in the Mooncake FAST'25 format."""
+"""Request traces as chains of blocks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from anaphora.lab.importers import open_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,10 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a Mooncake trace: one JSON object a line with ``timestamp`` (ms) and ``hash_ids`` (one per block).
-
-    Raises ValueError naming the line and field that are missing or malformed.
-    """
-    prompts: list[tuple[float, list[int]]] = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                prompts.append((record["timestamp"] / 1000, record["hash_ids"]))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: expected an object with timestamp (ms) and hash_ids (list of ints): {error}"
-                ) from error
+    """Reads a trace that names blocks (Mooncake, Qwen-Bailian, WEKA). Raises ValueError naming the first bad line."""
+    log = open_requests(path)
+    prompts = [(request.time_s or 0.0, request.blocks.ids) for request in log.requests() if request.blocks]
+    if log.report.bad or not prompts:
+        line, reason = log.report.bad[0] if log.report.bad else (1, "no request with named blocks")
+        raise ValueError(f"{path}:{line}: {reason}")
     return Trace(path.stem, prompts)

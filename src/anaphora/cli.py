@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from anaphora.lab.commands import add_simulate
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API"))
     _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the virtual executor"))
+    add_simulate(commands.add_parser("simulate", help="what a trace would find in other caches"))
     return parser
 
 

@@ -1,0 +1,139 @@
+"""`anaphora simulate TRACE`."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anaphora.lab.commands.options import add_log, capacity, fail, note, note_report, open_log, positive, share
+
+if TYPE_CHECKING:
+    import argparse
+
+    from anaphora.lab.simulate import Outcome
+    from anaphora.lab.trace import Trace
+
+_POLICIES = ("lru", "adaptive", "slru", "lfu", "fifo", "filo", "mru", "tlru", "optimum")
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.set_defaults(run=_simulate)
+    add_log(parser, "TRACE")
+    parser.add_argument("--capacity", type=capacity, nargs="+", default=None, metavar="SIZE",
+                        help="of each replica: blocks (3000), tokens (3Mtokens), bytes (24GiB), or unbounded; "
+                             "several for a sweep (default: unbounded)")  # fmt: skip
+    parser.add_argument("--model", metavar="NAME", help="for sizes in bytes: a model's name in the table, or its path")
+    parser.add_argument("--kv-bytes-per-token", type=positive, metavar="N", help="the same, as a number")
+    parser.add_argument("--policy", nargs="+", choices=_POLICIES, default=["lru"], metavar="NAME",
+                        help=f"{', '.join(_POLICIES)}; optimum knows the future (default: lru)")  # fmt: skip
+    parser.add_argument("--block-size", type=positive, metavar="N", help="tokens (default: the trace's own, or 16)")
+    parser.add_argument("--index", choices=["radix", "hash"], default="radix", help="how prefixes are found")
+    parser.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="caches (default: 1)")
+    parser.add_argument("--routing", choices=["round-robin", "session", "prefix"], default="round-robin",
+                        help="which replica a request goes to (default: round-robin)")  # fmt: skip
+    parser.add_argument("--count", choices=["engine", "listed"], default="engine",
+                        help="engine: whole blocks, not the last token; listed: all that the trace lists")  # fmt: skip
+    parser.add_argument("--measure-after", type=share, default=0.0, metavar="SHARE",
+                        help="count only requests after this share of them, 0.5 for the last half")  # fmt: skip
+    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: one a core)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write the pictures there")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write one HTML page that opens offline")
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from anaphora.lab.importers import LogError
+    from anaphora.lab.model_files import kv_bytes_per_token
+    from anaphora.lab.simulate import Setting, pictures, settings_of, sweep, table
+    from anaphora.lab.trace import build_trace
+
+    if args.index == "hash" and set(args.policy) - {"lru", "optimum"}:
+        return fail("--index: hash knows the policy lru alone", code=2)
+    try:
+        bytes_per_token = args.kv_bytes_per_token or (kv_bytes_per_token(args.model) if args.model else None)
+        log, encoder = open_log(args)
+        trace = build_trace(args.log.name, islice(log.requests(), args.limit), encoder, args.block_size)
+    except LogError as error:
+        return fail(str(error))
+    note_report(log.report)
+    if not trace.prompts:
+        return fail(
+            f"{args.log}: {trace.num_without_content:,} requests, none with content: lengths alone cannot tell what is "
+            "shared"
+        )
+    if args.count == "listed" and trace.block_size != trace.listed_block:
+        return fail("--count: listed needs a trace that names blocks, at its own block size", code=2)
+    try:
+        capacities = [
+            size.in_blocks(trace.block_size, bytes_per_token) for size in args.capacity or [capacity("unbounded")]
+        ]
+    except ValueError as error:
+        return fail(str(error), code=2)
+    common = Setting(
+        block_size=trace.block_size,
+        routing=args.routing,
+        index=args.index,
+        counting=args.count,
+        measure_after=args.measure_after,
+    )
+    outcomes = sweep(
+        trace, settings_of(capacities, args.policy, args.replicas, common), args.jobs or os.cpu_count() or 1
+    )
+    drawn = pictures(outcomes, bytes_per_token)
+    try:
+        if args.svg:
+            args.svg.mkdir(parents=True, exist_ok=True)
+            for name, picture in drawn.items():
+                (args.svg / f"{name}.svg").write_text(picture)
+        if args.report:
+            _write_report(args.report, trace, outcomes, drawn, bytes_per_token)
+    except OSError as error:
+        return fail(f"{error.filename}: {error.strerror}")
+    if args.json:
+        result = {"trace": _described(trace), "read": log.report.as_dict(), "runs": [o.as_dict() for o in outcomes]}
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"{_sentence(trace)}\n\n{table(outcomes, bytes_per_token).to_text()}")
+        if args.report:
+            note(f"The report is in {args.report}.")
+    return 0
+
+
+def _described(trace: Trace) -> dict[str, object]:
+    return {
+        "name": trace.name,
+        "requests": len(trace.prompts),
+        "without_content": trace.num_without_content,
+        "prompt_tokens": trace.num_tokens,
+        "block_size": trace.block_size,
+        "blocks": trace.num_blocks(trace.block_size),
+        "tokens_are_estimates": trace.is_estimate,
+        "tokenizer": trace.encoder,
+    }
+
+
+def _sentence(trace: Trace) -> str:
+    text = (
+        f"{trace.name}: {len(trace.prompts):,} requests, {trace.num_tokens:,} prompt tokens, "
+        f"{trace.num_blocks(trace.block_size):,} blocks of {trace.block_size}"
+    )
+    if trace.encoder is not None:
+        text += f"; tokens by {trace.encoder}"
+    if trace.num_without_content:
+        text += f"; {trace.num_without_content:,} requests without content left out"
+    return text
+
+
+def _write_report(
+    path: Path, trace: Trace, outcomes: list[Outcome], drawn: dict[str, str], bytes_per_token: int | None
+) -> None:
+    from anaphora.lab.page import page
+    from anaphora.lab.simulate import table
+
+    path.write_text(
+        page(f"Simulated: {trace.name}", [_sentence(trace), table(outcomes, bytes_per_token), *drawn.values()])
+    )

@@ -1,0 +1,143 @@
+"""A trace in memory: prompts as runs of units, small enough that hours of traffic fit, exact at the block size wanted.
+
+Where a log names blocks of 512 tokens, a cache of 16-token blocks tells no two tokens of a unit of 16 apart; so a unit
+stands for as many tokens as the log and the cache both can tell apart, and the cache counts in units. Where the log has
+tokens, a unit is one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING
+
+from anaphora.identity import DEFAULT_NAMESPACE, Adapter, Namespace
+from anaphora.lab.encoding import encode
+from anaphora.lab.importers.source import LogError
+from anaphora.tokens import MAX_TOKEN_ID, TOKEN_BYTES, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from anaphora.lab.encoding import Encoder
+    from anaphora.lab.record import Blocks, LoggedRequest
+
+
+DEFAULT_BLOCK_SIZE = 16
+"""For logs that do not name blocks: what most engines use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request of a trace.
+
+    units: packed int32, one id for each whole unit of the prompt.
+    tail: the id of the last unit where the prompt ends inside it, else None.
+    num_tokens: the prompt's length. line: where it stands in the log.
+    """
+
+    units: bytes
+    tail: int | None
+    num_tokens: int
+    time_s: float
+    namespace: Namespace = DEFAULT_NAMESPACE
+    session: str | None = None
+    num_output_tokens: int = 0
+    line: int = 0
+
+    @property
+    def num_units(self) -> int:
+        """Whole units."""
+        return len(self.units) // TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class Trace:
+    """Prompts in order of arrival. `unit` is in tokens.
+
+    num_without_content: requests that tell lengths only, or nothing; they are left out.
+    encoder: what made tokens of text, where there was text; `is_estimate` if its counts are estimates.
+    listed_block: the block size of a trace of named blocks, None for one of tokens.
+    block_size: of the caches that it is for.
+    """
+
+    name: str
+    unit: int
+    prompts: list[Prompt] = field(default_factory=list)
+    num_without_content: int = 0
+    encoder: str | None = None
+    is_estimate: bool = False
+    listed_block: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(prompt.num_tokens for prompt in self.prompts)
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of all requests, partial last ones included: enough for a cache that never evicts."""
+        return sum(-(-prompt.num_tokens // block_size) for prompt in self.prompts)
+
+
+def build_trace(
+    name: str,
+    requests: Iterable[LoggedRequest],
+    encoder: Encoder,
+    block_size: int | None = None,
+    *,
+    splits: bool = True,
+) -> Trace:
+    """Read a log into a trace for caches of this block size; None for the log's own, or 16 where it has none.
+
+    splits: whether model, adapter and salt keep prompts apart, as they do in an engine.
+
+    Raises LogError: a log of named blocks of several sizes, or more distinct blocks than ids.
+    """
+    trace = Trace(name, 1, block_size=block_size or DEFAULT_BLOCK_SIZE)
+    known: dict[tuple[str, int], int] = {}
+    clock = 0.0
+    for request in requests:
+        clock = max(clock, request.time_s) if request.time_s is not None else clock
+        namespace = _namespace(request) if splits else DEFAULT_NAMESPACE
+        session = request.session or request.parent
+        num_output = request.num_output_tokens or 0
+        if request.blocks is not None:
+            if block_size is None:
+                block_size = trace.block_size = request.blocks.block_size
+            unit = gcd(request.blocks.block_size, block_size)
+            if trace.prompts and (trace.unit, trace.listed_block) != (unit, request.blocks.block_size):
+                raise LogError(f"{name}: line {request.line}: blocks of another size than before")
+            trace.unit, trace.listed_block = unit, request.blocks.block_size
+            length = request.num_prompt_tokens or len(request.blocks.ids) * request.blocks.block_size
+            units, tail = _units(request.blocks, unit, length, known)
+            prompt = Prompt(units, tail, length, clock, namespace, session, num_output, request.line)
+        else:
+            encoded = encode(request, encoder)
+            if encoded is None or not encoded.ids:
+                trace.num_without_content += 1
+                continue
+            if request.token_ids is None:
+                trace.encoder, trace.is_estimate = encoder.name, encoder.is_estimate
+            prompt = Prompt(encoded.ids, None, encoded.num_tokens, clock, namespace, session, num_output, request.line)
+        trace.prompts.append(prompt)
+    trace.prompts.sort(key=lambda prompt: prompt.time_s)
+    return trace
+
+
+def _namespace(request: LoggedRequest) -> Namespace:
+    adapter = Adapter(request.adapter) if request.adapter else None
+    return Namespace(model=request.model or "", adapter=adapter, salt=request.salt or None)
+
+
+def _units(blocks: Blocks, unit: int, length: int, known: dict[tuple[str, int], int]) -> tuple[bytes, int | None]:
+    per_block = blocks.block_size // unit
+    whole, rest = divmod(length, unit)
+    ids: list[int] = []
+    for name in blocks.ids:
+        first = known.setdefault((blocks.scope, name), len(known)) * per_block
+        ids.extend(range(first, first + per_block))
+    if ids and max(ids) > MAX_TOKEN_ID:
+        raise LogError(f"more than {MAX_TOKEN_ID:,} distinct blocks; choose a larger --block-size")
+    tail = ids[whole] if rest and whole < len(ids) else None
+    return pack(ids[:whole]), tail
