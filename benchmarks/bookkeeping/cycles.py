@@ -19,9 +19,11 @@ OURS = (
     "radix, bytes",
     "radix, int32",
     "radix, list",
+    "hash, int32",
     "radix, int32, vLLM's names",
     "hash, int32, vLLM's names",
-    "hash, int32",
+    "radix, int32, vLLM's events",
+    "hash, int32, vLLM's events",
 )
 VLLM = "vLLM"
 SGLANG = ("SGLang RadixCache", "SGLang unified, Python", "SGLang unified, Rust")

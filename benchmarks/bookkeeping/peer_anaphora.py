@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class AnaphoraManager(Contestant):
-    """start, allocate, commit, finish; a token at a time while decoding."""
+    """start, allocate, commit, finish; a token at a time while decoding. If asked to, the names of all blocks before
+    the end, or the events."""
 
-    def __init__(self, scenario: Scenario, pack: Callable[[bytes], Any], **options: Any) -> None:
+    def __init__(
+        self, scenario: Scenario, pack: Callable[[bytes], Any], names_blocks: bool = False, **options: Any
+    ) -> None:
         self.manager = KVCacheManager(scenario.num_blocks, scenario.block_size, **options)
         self.prepare = pack  # type: ignore[method-assign]
         self.end = self.manager.finish  # type: ignore[method-assign]
+        self._names_blocks = names_blocks
         self._records_events = options.get("events", False)
         self._decode = [array("i", [token]) for token in range(scenario.num_decode_tokens)]
 
@@ -48,6 +52,8 @@ class AnaphoraManager(Contestant):
             manager.append(sequence, token)
             manager.allocate(sequence, 1)
             manager.commit(sequence, 1)
+        if self._names_blocks:
+            manager.block_digests(sequence)
         if self._records_events:
             manager.take_events()
         return sequence
@@ -76,17 +82,20 @@ def as_list(tokens: bytes) -> list[int]:
     return array("i", tokens).tolist()
 
 
+def _with_vllms_digests(scenario: Scenario, **options: Any) -> AnaphoraManager:
+    return AnaphoraManager(scenario, as_array, digests=VllmDigests("sha256"), **options)
+
+
 CONTESTANTS: dict[str, Callable[[Scenario], AnaphoraManager]] = {
     "radix, bytes": partial(AnaphoraManager, pack=as_bytes),
     "radix, int32": partial(AnaphoraManager, pack=as_array),
     "radix, list": partial(AnaphoraManager, pack=as_list),
-    "radix, int32, vLLM's names": lambda scenario: AnaphoraManager(
-        scenario, as_array, events=True, digests=VllmDigests("sha256")
-    ),
-    "hash, int32, vLLM's names": lambda scenario: AnaphoraManager(
-        scenario, as_array, index="hash", events=True, digests=VllmDigests("sha256")
-    ),
     "hash, int32": partial(AnaphoraManager, pack=as_array, index="hash"),
+    **{
+        f"{index}, int32, vLLM's {what}": partial(_with_vllms_digests, index=index, **{option: True})
+        for what, option in (("names", "names_blocks"), ("events", "events"))
+        for index in ("radix", "hash")
+    },
 }
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ def pack(token_ids: TokenIds) -> bytes:
         if len(token_ids) % TOKEN_BYTES:
             raise ValueError(f"token_ids: {len(token_ids)} bytes are no whole number of int32 ids (4 bytes each)")
         return token_ids
+    packed = compiled.pack(token_ids)
+    if packed is not None:
+        return packed
     if isinstance(token_ids, (list, tuple)):
         return _pack_integers(token_ids)
     try:
@@ -51,7 +54,7 @@ def pack(token_ids: TokenIds) -> bytes:
         if not isinstance(token_ids, Iterable) or hasattr(token_ids, "encode"):
             kind = type(token_ids).__name__
             raise TypeError(f"token_ids: expected integers or an int32 buffer, got {kind}") from None
-        return _pack_integers(list(token_ids))
+        return pack(list(token_ids))
     return _pack_buffer(view)
 
 
@@ -73,16 +76,11 @@ def _pack_buffer(view: memoryview) -> bytes:
     if kind == "B" and isinstance(view.obj, (bytearray, bytes)):
         return pack(view.tobytes())
     if kind in {"b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "n", "N"}:
-        return _pack_integers(view.tolist())
+        return pack(view.tolist())
     raise TypeError(f"token_ids: expected a buffer of integers, got format {view.format!r}")
 
 
 def _pack_integers(ids: Sequence[int]) -> bytes:
-    packed = compiled.pack(ids)
-    return _pack_purely(ids) if packed is None else packed
-
-
-def _pack_purely(ids: Sequence[int]) -> bytes:
     num_ids = len(ids)
     whole = num_ids - num_ids % _PACK_CHUNK
     try:

@@ -206,7 +206,7 @@ class TestPack:
     @given(st.lists(INT32, max_size=300))
     @example(EDGES)
     def test_every_list_and_tuple_of_ids_is_packed_as_by_the_pure_form(self, ids):
-        assert compiled.pack(ids) == compiled.pack(tuple(ids)) == tokens._pack_purely(ids)
+        assert compiled.pack(ids) == compiled.pack(tuple(ids)) == tokens._pack_integers(ids)
 
     @pytest.mark.parametrize(
         "unusual", [True, Index(), 2**31, -(2**31) - 1, 2**63, 2**64, -(2**64), 10**40, 1.0, None, "1", b"1", [1]]
@@ -219,9 +219,20 @@ class TestPack:
             expected = outcome(ids)
         assert outcome(ids) == expected
 
-    @pytest.mark.parametrize("other", [range(3), {1, 2}, "123", None, 5, array("i", [1]), iter([1])])
-    def test_only_lists_and_tuples_are_packed(self, other):
+    @pytest.mark.parametrize("other", [range(3), {1, 2}, "123", None, 5, array("q", [1]), iter([1]), b"1234"])
+    def test_only_lists_tuples_and_int32_buffers_are_packed(self, other):
         assert compiled.pack(other) is None
+
+    def test_int32_buffers_without_gaps_are_packed_and_others_left_to_the_pure_form(self):
+        ids = array("i", range(-5, 5))
+        grid = memoryview(ids).cast("B").cast("i", (2, 5))
+        for buffer in (ids, memoryview(ids), memoryview(ids)[2:7], array("i")):
+            assert compiled.pack(buffer) == bytes(buffer)
+        for buffer in (memoryview(ids)[::2], grid, memoryview(ids).cast("B"), bytearray(8), array("I", [1])):
+            assert compiled.pack(buffer) is None
+        own = array("i", [1])
+        assert compiled.pack(own) == bytes(own)
+        own.append(1)  # nobody holds its buffer any more
 
     def test_types_made_from_lists_and_ints_decide_for_themselves(self):
         class Ids(list):

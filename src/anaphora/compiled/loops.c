@@ -52,11 +52,31 @@ static inline int store_id(PyObject *id, int32_t *out)
     return !overflow && *out == value;
 }
 
+/* One dimension of native int32 without gaps, as array('i') and numpy export it. */
+static PyObject *pack_buffer(PyObject *ids)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(ids, &view, PyBUF_ND | PyBUF_FORMAT)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    PyObject *packed;
+    if (view.ndim == 1 && view.itemsize == ID_BYTES && view.format && !strcmp(view.format, "i"))
+        packed = PyBytes_FromStringAndSize(view.buf, view.len);
+    else
+        packed = Py_NewRef(Py_None);
+    PyBuffer_Release(&view);
+    return packed;
+}
+
 static PyObject *pack(PyObject *module, PyObject *ids)
 {
     (void)module;
-    if (!PyList_CheckExact(ids) && !PyTuple_CheckExact(ids))
+    if (!PyList_CheckExact(ids) && !PyTuple_CheckExact(ids)) {
+        if (PyObject_CheckBuffer(ids))
+            return pack_buffer(ids);
         Py_RETURN_NONE;
+    }
     PyObject **items = PySequence_Fast_ITEMS(ids);
     Py_ssize_t num_ids = PySequence_Fast_GET_SIZE(ids);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, num_ids * ID_BYTES);
