@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from anaphora.lab.commands import add_simulate
+from anaphora.router.command import add_route
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "anaphora":
             raise
-        return _fail(
-            f"{args.command} needs {error.name}, which is not installed: pip install '.[serve]' in a clone of Anaphora"
-        )
+        extra = "route" if args.command == "route" else "serve"
+        advice = f"pip install '.[{extra}]' in a clone of Anaphora"
+        return _fail(f"{args.command} needs {error.name}, which is not installed: {advice}")
     return code
 
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"anaphora {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API"))
+    add_route(commands.add_parser("route", help="send requests to the replica that has their prefix"))
     _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the virtual executor"))
     add_simulate(commands.add_parser("simulate", help="what a trace would find in other caches"))

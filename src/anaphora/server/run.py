@@ -8,15 +8,13 @@ import errno
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-
-    from anaphora.server.app import OpenAIServer
 
 SHUTDOWN_GRACE_S = 5.0
 """How long requests may go on once the server was told to stop."""
@@ -69,8 +67,28 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _InProgress(Protocol):
+    def __len__(self) -> int: ...
+
+    def interrupt(self) -> None: ...
+
+
+class Api(Protocol):
+    """What a Server serves: an ASGI application, and its requests that are going on."""
+
+    @property
+    def app(self) -> Any:
+        """The application."""
+        ...
+
+    @property
+    def generations(self) -> _InProgress:
+        """Requests that are going on: how many, and an end to all of them."""
+        ...
+
+
 class Server(uvicorn.Server):
-    """Serves one OpenAIServer until it is told to stop, by a signal or by `stop`.
+    """Serves one Api until it is told to stop, by a signal or by `stop`.
 
     Requests that are going on then have SHUTDOWN_GRACE_S to finish; at the second signal, or after that time, they end
     with an error. A third signal leaves at once.
@@ -80,7 +98,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        api: OpenAIServer,
+        api: Api,
         *,
         on_started: Callable[[], None] | None = None,
         on_waiting: Callable[[int], None] | None = None,

@@ -1,0 +1,196 @@
+"""Where an index's knowledge comes from: engines' events, our own decisions, and requests on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anaphora.cache import KVCacheManager
+from anaphora.cache.events import BlockRemoved, BlockStored
+from anaphora.identity import BlockDigests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from anaphora.cache.events import Event
+    from anaphora.cache.sequence import Sequence
+    from anaphora.fleet.index import FleetIndex, Match
+    from anaphora.fleet.view import Knowledge
+    from anaphora.identity import Namespace
+
+SPECULATIVE = "SPECULATIVE"
+"""The medium of blocks that a request on its way will leave behind."""
+DEFAULT_NUM_BLOCKS = 4096
+"""Blocks of a replica that does not say how many it has."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A request's traces in the knowledge of one replica."""
+
+    replica: str
+    generation: int
+    tokens: bytes
+    namespace: Namespace
+    expires: float
+    names: tuple[bytes, ...] = ()
+    sequence: Sequence | None = None
+
+
+class _Mirror:
+    """A replica's cache as it would be if it saw our requests alone: the real manager, without memory behind it."""
+
+    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests) -> None:
+        self.manager = KVCacheManager(num_blocks, block_size, digests=digests, events=True)
+
+    def admit(self, visit: Visit) -> list[Event]:
+        sequence = self.manager.start(visit.tokens, visit.namespace)
+        num_tokens = sequence.num_tokens - sequence.num_cached_tokens
+        if not self.manager.allocate(sequence, num_tokens):
+            return []  # longer than the pool, or everything is pinned: the engine would make it wait
+        self.manager.commit(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+        visit.sequence = sequence
+        return self.manager.take_events()
+
+    def finish(self, visit: Visit) -> list[Event]:
+        if visit.sequence is None:
+            return []
+        self.manager.finish(visit.sequence)
+        visit.sequence = None
+        return self.manager.take_events()
+
+
+class FleetKnowledge:
+    """Keeps a FleetIndex true, replica by replica.
+
+    - speculative: at the decision the prompt's blocks are entered in a medium of their own; they are taken out when the
+      answer begins (then the engine has them), when the request failed, or after `speculative_ttl_s`.
+    - approximate: when the answer begins, the prompt is admitted to a mirror of the replica's cache, which evicts as an
+      engine does, tails first, with as many blocks as the replica has.
+    - precise: the replica's events are followed, and its mirror is put away. Where events are lost the replica is
+      unknown, its blocks are forgotten, and the approximation begins anew.
+
+    clock: returns seconds, and never goes back.
+    """
+
+    def __init__(self, index: FleetIndex, clock: Callable[[], float], *, speculative_ttl_s: float = 120.0) -> None:
+        self.index = index
+        self._clock = clock
+        self._speculative_ttl_s = speculative_ttl_s
+        self._digests = BlockDigests()
+        self._mirrors: dict[str, _Mirror] = {}
+        self._precise: dict[str, float] = {}
+        self._updated: dict[str, float] = {}
+        self._num_blocks: dict[str, int] = {}
+        self._visits: dict[Visit, None] = {}
+
+    def add(self, replica: str, *, model: str = "", num_blocks: int = DEFAULT_NUM_BLOCKS) -> None:
+        """Begin to know a replica. num_blocks: of its cache, in the index's block size."""
+        self.index.add(replica, model)
+        self._num_blocks[replica] = num_blocks
+        self._start_mirror(replica)
+
+    def remove(self, replica: str) -> None:
+        """The replica is gone."""
+        self.index.remove_replica(replica)
+        for table in (self._mirrors, self._precise, self._updated, self._num_blocks):
+            table.pop(replica, None)
+
+    def resize(self, replica: str, num_blocks: int) -> None:
+        """The replica says how many blocks it has. What was known by approximation begins anew if that is another
+        number."""
+        if num_blocks < 1 or self._num_blocks[replica] == num_blocks:
+            return
+        self._num_blocks[replica] = num_blocks
+        if replica in self._mirrors:
+            self.index.forget(replica)
+            self._start_mirror(replica)
+
+    def lose(self, replica: str) -> None:
+        """Whatever was known of the replica is not so any more: it restarted, or its events were lost."""
+        self.index.forget(replica)
+        self._precise.pop(replica, None)
+        self._start_mirror(replica)
+
+    def kind(self, replica: str) -> Knowledge:
+        """Where the knowledge of a replica comes from."""
+        if replica in self._precise:
+            return "precise"
+        return "approximate" if replica in self._updated else "unknown"
+
+    def age_s(self, replica: str) -> float:
+        """Seconds since something was last learnt of the replica; infinite if nothing ever was."""
+        updated = self._updated.get(replica)
+        return float("inf") if updated is None else self._clock() - updated
+
+    # Precise
+
+    def follow(self, replica: str, events: Iterable[Event]) -> None:
+        """The replica's own events, in order and without a gap since its cache was empty or `lose` was called."""
+        if replica not in self._precise:
+            self.index.forget(replica)
+            self._mirrors.pop(replica, None)
+            self._precise[replica] = self._clock()
+        self._updated[replica] = self._clock()
+        self.index.apply(replica, events)
+
+    # Approximate and speculative
+
+    def send(self, replica: str, tokens: bytes, namespace: Namespace) -> Visit:
+        """A request is on its way to the replica."""
+        visit = Visit(
+            replica, self.index.generation(replica), tokens, namespace, self._clock() + self._speculative_ttl_s
+        )
+        width = self.index.tree.width
+        whole = tokens[: len(tokens) // width * width]
+        if whole:
+            root = self._digests.root(namespace)
+            visit.names = tuple(self._digests.chain(root, whole, self.index.block_size))
+            stored = BlockStored(visit.names, None, whole, self.index.block_size, namespace, medium=SPECULATIVE)
+            self.index.apply(replica, [stored])
+        self._visits[visit] = None
+        return visit
+
+    def confirm(self, visit: Visit) -> None:
+        """The answer began: the prompt is in the replica's cache."""
+        replica = visit.replica
+        if visit.sequence is not None or not self._is_current(visit):
+            return
+        self._unspeculate(visit)
+        mirror = self._mirrors.get(replica)
+        if mirror is not None and visit.tokens:
+            self._updated[replica] = self._clock()
+            self.index.apply(replica, mirror.admit(visit))
+
+    def close(self, visit: Visit) -> None:
+        """The request ended, in whatever way. Idempotent."""
+        if self._visits.pop(visit, self) is self:
+            return
+        if self._is_current(visit):
+            self._unspeculate(visit)
+            mirror = self._mirrors.get(visit.replica)
+            if mirror is not None and visit.sequence is not None:
+                self.index.apply(visit.replica, mirror.finish(visit))
+
+    def expire(self) -> None:
+        """Take out what was expected for too long. Call it every few seconds."""
+        now = self._clock()
+        for visit in [visit for visit in self._visits if visit.names and visit.expires <= now]:
+            if self._is_current(visit):
+                self._unspeculate(visit)
+
+    def match(self, tokens: bytes, namespace: Namespace, replicas: Iterable[str]) -> Match:
+        """How much of a prompt each of these replicas has."""
+        return self.index.match(tokens, namespace, replicas=replicas)
+
+    def _is_current(self, visit: Visit) -> bool:
+        return visit.replica in self._num_blocks and self.index.generation(visit.replica) == visit.generation
+
+    def _unspeculate(self, visit: Visit) -> None:
+        if visit.names:
+            self.index.apply(visit.replica, [BlockRemoved(visit.names, SPECULATIVE)])
+            visit.names = ()
+
+    def _start_mirror(self, replica: str) -> None:
+        self._mirrors[replica] = _Mirror(self._num_blocks[replica], self.index.block_size, self._digests)
+        self._updated.pop(replica, None)

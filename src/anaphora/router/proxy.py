@@ -1,0 +1,315 @@
+"""The way of a request through the router: read, decide, send, pass the answer on byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from anaphora.router.prompt import PromptBody, PromptSource, read_body
+from anaphora.router.upstream import BadRequestError, RawHeaders, Upstream, UpstreamError, end_to_end
+from anaphora.router.usage import UsageReader
+from anaphora.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from starlette.types import Receive, Scope, Send
+
+    from anaphora.router.fleet_state import Fleet, Routed, Trip
+    from anaphora.router.metrics import Metrics
+    from anaphora.router.upstream import UpstreamAnswer
+
+log = logging.getLogger(__name__)
+
+_RETRYABLE = frozenset({429, 502, 503, 504})
+_PRIVATE = b"x-anaphora-"
+_SESSION = b"x-anaphora-session"
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Proxy:
+    """Sends requests to the replicas that a fleet chooses.
+
+    salt_secret: where given, a request's cache salt is derived from its Authorization header, whatever the body says,
+        so that no tenant can choose another's.
+    steers: False for shadow mode: decisions are made and told, but requests go round robin.
+    max_attempts: replicas that a request is sent to at most, all but the last before the first byte of an answer.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: PromptSource,
+        upstream: Upstream,
+        metrics: Metrics,
+        *,
+        body_limit_bytes: int = 32 * 2**20,
+        salt_secret: bytes | None = None,
+        steers: bool = True,
+        max_attempts: int = 3,
+    ) -> None:
+        self._fleet = fleet
+        self._prompts = prompts
+        self._upstream = upstream
+        self._metrics = metrics
+        self._limit = body_limit_bytes
+        self._salt_secret = salt_secret
+        self._steers = steers
+        self._max_attempts = max_attempts
+        self._turn = 0
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request under /v1. Raises ApiError where no replica can."""
+        body = await self.read(scope, receive)
+        routed, body = await self.route(scope, body)
+        gone = asyncio.ensure_future(_wait_until_gone(receive))
+        started = self._fleet.clock()
+        self._metrics.streams.inc()
+        try:
+            await self._send(scope, body, routed, _Client(send, gone), started)
+        except ClientGoneError:
+            pass
+        finally:
+            self._metrics.streams.dec()
+            gone.cancel()
+
+    async def route(self, scope: Scope, body: bytes) -> tuple[Routed, bytes]:
+        """Return the decision for a request, and the body to send. Raises ApiError."""
+        fields = read_body(body) if body else None
+        headers = dict(scope["headers"])
+        if fields is not None and self._salt_secret is not None:
+            fields.cache_salt = self._tenant_salt(headers)
+            body = _with_salt(body, fields.cache_salt)
+        prompt_fields = fields or PromptBody()
+        if len(body) > 16_384:  # tokenising takes milliseconds; the event loop has streams to serve meanwhile
+            prompt = await asyncio.to_thread(self._prompts.prompt, prompt_fields)
+        else:
+            prompt = self._prompts.prompt(prompt_fields)
+        salt = prompt_fields.cache_salt if isinstance(prompt_fields.cache_salt, str) else None
+        session = headers.get(_SESSION, b"").decode("latin-1") or None
+        routed = self._fleet.decide(prompt_fields.model, prompt, salt, session)
+        self._metrics.decision_s.observe(routed.decided_s)
+        if scope["path"].startswith("/v1"):
+            self._fleet.remember(routed)
+        return routed, body
+
+    async def _send(self, scope: Scope, body: bytes, routed: Routed, client: _Client, started: float) -> None:
+        headers = _request_headers(scope)
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        method = scope["method"].encode()
+        problem: UpstreamError | None = None
+        names = self._order(routed)[: self._max_attempts]
+        for attempt, name in enumerate(names):
+            replica = self._fleet.replicas.get(name)
+            if replica is None:
+                continue
+            is_last = attempt + 1 == len(names)
+            trip = self._fleet.depart(routed, name)
+            succeeded = False
+            try:
+                answer = await client.unless_gone(self._upstream.send(replica.spec.url, method, target, headers, body))
+                try:
+                    if answer.status in _RETRYABLE and not is_last:
+                        routed.attempts.append((name, str(answer.status)))
+                        self._metrics.retries.labels(name).inc()
+                        replica.breaker.release()
+                        continue
+                    routed.sent_to = name
+                    routed.status = answer.status
+                    routed.attempts.append((name, str(answer.status)))
+                    self._metrics.prompt_tokens.labels(name).inc(routed.prompt.num_tokens)
+                    self._metrics.predicted.labels(name).inc(routed.predicted_tokens(name))
+                    await self._pass_on(answer, routed, trip, client, started)
+                    succeeded = answer.status < 500
+                    if succeeded:
+                        replica.breaker.succeed()
+                    self._metrics.requests.labels(name, "answered" if succeeded else "error").inc()
+                    return
+                finally:
+                    await answer.close()
+            except UpstreamError as error:
+                routed.attempts.append((name, str(error)))
+                self._failed(trip, error)
+                self._metrics.requests.labels(name, "broken_off" if client.has_started else "unreachable").inc()
+                if client.has_started:
+                    await client.break_off(f"The replica broke off: {error}")
+                    return
+                problem = error
+                if error.is_timeout:  # the work may still be going on; the same again elsewhere would double it
+                    break
+                self._metrics.retries.labels(name).inc()
+            except BadRequestError as error:
+                replica.breaker.release()
+                raise ApiError(400, f"This request cannot be passed on: {error}", code="bad_request") from None
+            except ClientGoneError:
+                replica.breaker.release()
+                routed.attempts.append((name, "client went away"))
+                self._metrics.requests.labels(name, "abandoned").inc()
+                raise
+            finally:
+                trip.end(succeeded=succeeded)
+        if problem is None:
+            raise ApiError(503, "No replica is ready to take this request.", code="no_replica")
+        if problem.is_timeout:
+            raise ApiError(504, f"The replica did not answer in time: {problem}", code="replica_timeout")
+        raise ApiError(502, f"No replica could be reached: {problem}", code="replica_unreachable")
+
+    def _order(self, routed: Routed) -> list[str]:
+        names = list(routed.decision.replicas)
+        if not self._steers and names:
+            ring = sorted(view.name for view in routed.views)
+            self._turn += 1
+            at = self._turn % len(ring)
+            names = ring[at:] + ring[:at]
+        return names
+
+    def _failed(self, trip: Trip, error: UpstreamError) -> None:
+        trip.replica.breaker.fail(self._fleet.clock())
+        log.warning("%s: %s", trip.replica.name, error)
+        if not error.is_timeout:
+            # Whoever refuses connections or breaks them off has perhaps just died, and its cache with it.
+            trip.end(succeeded=False)
+            self._fleet.lost(trip.replica)
+
+    async def _pass_on(
+        self, answer: UpstreamAnswer, routed: Routed, trip: Trip, client: _Client, started: float
+    ) -> None:
+        name = trip.replica.name
+        usage = UsageReader()
+        told: RawHeaders = [
+            (b"x-anaphora-replica", name.encode()),
+            (b"x-anaphora-request-id", routed.request_id.encode()),
+            (b"x-anaphora-prompt-tokens", b"%d" % routed.prompt.num_tokens),
+            (b"x-anaphora-predicted-cached-tokens", b"%d" % routed.predicted_tokens(name)),
+            (b"x-anaphora-tokens", b"exact" if routed.prompt.is_exact else b"estimated"),
+        ]
+        if not self._steers:
+            told.append((b"x-anaphora-shadow-replica", (routed.decision.replica or "").encode()))
+        theirs = [(key, value) for key, value in answer.headers if not key.startswith(_PRIVATE)]
+        is_success = answer.status < 400
+        content_type = dict(theirs).get(b"content-type", b"")
+        await client.start(answer.status, theirs + told, is_event_stream=content_type.startswith(b"text/event-stream"))
+        is_first = True
+        chunks = answer.chunks()
+        while True:
+            try:
+                chunk = await client.unless_gone(anext(chunks))
+            except StopAsyncIteration:
+                break
+            if is_first:
+                is_first = False
+                self._metrics.first_byte_s.observe(self._fleet.clock() - started)
+                if is_success:
+                    trip.answered()
+            usage.feed(chunk)
+            await client.body(chunk)
+        if is_success:
+            routed.reported_tokens = usage.cached_tokens
+            self._metrics.observe_report(routed, name)
+        await client.finish()
+
+    def _tenant_salt(self, headers: dict[bytes, bytes]) -> str:
+        assert self._salt_secret is not None
+        tenant = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
+        return hmac.new(self._salt_secret, tenant, hashlib.sha256).hexdigest()[:32]
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """Return a request's body. Raises ApiError (413), ClientGoneError."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        is_more = True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > self._limit:
+                raise ApiError(
+                    413, f"The request body is over the limit of {self._limit} bytes.", code="body_too_large"
+                )
+            parts.append(part)
+            is_more = message.get("more_body", False)
+        return b"".join(parts)
+
+
+class _Client:
+    """The client's side of one answer."""
+
+    def __init__(self, send: Send, gone: asyncio.Future[None]) -> None:
+        self._send = send
+        self._gone = gone
+        self._is_event_stream = False
+        self.has_started = False
+
+    async def unless_gone(self, work: Awaitable[Any]) -> Any:
+        """Wait for `work`; cancel it and raise ClientGoneError if the client goes away first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+        raise ClientGoneError
+
+    async def start(self, status: int, headers: RawHeaders, *, is_event_stream: bool) -> None:
+        self.has_started = True
+        self._is_event_stream = is_event_stream
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body(self, chunk: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def break_off(self, message: str) -> None:
+        """End an answer that cannot be completed, so that nobody takes it for whole.
+
+        A stream of events ends with an error event, as OpenAI's clients know it; all else with a broken connection.
+        """
+        if not self._is_event_stream:
+            raise ConnectionAbortedError(message)
+        error = ApiError(502, message, code="replica_broke_off").body()
+        await self.body(b"\n\ndata: " + msgspec.json.encode(error) + b"\n\n")
+        await self.finish()
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _request_headers(scope: Scope) -> RawHeaders:
+    drop = {b"host", b"content-length", b"expect"}
+    headers = [
+        (name, value)
+        for name, value in end_to_end(scope["headers"])
+        if name not in drop and not name.startswith(_PRIVATE)
+    ]
+    if scope.get("client"):
+        before = [value for name, value in headers if name == b"x-forwarded-for"]
+        headers = [pair for pair in headers if pair[0] != b"x-forwarded-for"]
+        headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
+    return headers
+
+
+def _with_salt(body: bytes, salt: str) -> bytes:
+    """The body with this salt and no other: a second field of that name would win, so it is written anew."""
+    fields = msgspec.json.decode(body)
+    fields["cache_salt"] = salt
+    return msgspec.json.encode(fields)
