@@ -61,7 +61,7 @@ class Recorded:
 
     def _record(self, batch: Batch) -> Output:
         output = self._execute(batch)
-        owners = {id(live.sequence.block_tables): name for name, live in self.engine._live.items()}
+        owners = {id(one.sequence.block_tables): name for name, lives in self.engine._live.items() for one in lives}
         for span, logits in zip(batch.spans, output.logits, strict=True):
             if logits is not None and len(logits):
                 self.rows[owners[id(span.block_tables)]].append(logits[-1].copy())
