@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from anaphora.engine.order import new_order
@@ -56,7 +56,7 @@ class WaitingQueue:
         """Ascending, of the classes in which somebody is ready."""
         self._places: dict[LiveRequest, str] = {}
         """Where each is: "order", "preempted", "hurried", "held"."""
-        self._held: deque[LiveRequest] = deque()
+        self._held: OrderedDict[LiveRequest, None] = OrderedDict()
         self._half_times: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
         self._num_moves_left = MAX_MOVED
 
@@ -88,9 +88,8 @@ class WaitingQueue:
         self._in_progress.clear()
         self._num_moves_left = MAX_MOVED
         for _ in range(min(MAX_MOVED, len(self._held))):
-            live = self._held.popleft()
-            if self._places.get(live) == "held":
-                self._enter(live, "order")
+            live, _ = self._held.popitem(last=False)
+            self._enter(live, "order")
         while (entry := self._half_times.first_entry()) is not None and entry[0][0] <= now_s:
             self._half_times.drop_first()
             live = entry[1]
@@ -111,7 +110,7 @@ class WaitingQueue:
                     return live
                 self._leave(live)
                 self._places[live] = "held"
-                self._held.append(live)
+                self._held[live] = None
                 self._num_moves_left -= 1
                 if not self._num_moves_left:
                     return None
@@ -124,8 +123,8 @@ class WaitingQueue:
 
     def remove(self, live: LiveRequest) -> None:
         """Take out a request that has ended. KeyError if it is not here."""
-        if self._places[live] == "held":
-            del self._places[live]
+        if live in self._held:
+            del self._held[live], self._places[live]
         else:
             self._leave(live)
 
