@@ -40,6 +40,15 @@ def test_a_request_for_which_there_are_no_blocks_takes_those_of_a_lower_priority
     assert order_of_ends(toy)[0] == "urgent"
 
 
+def test_a_request_that_needs_the_blocks_of_the_only_running_one_takes_them() -> None:
+    toy = toy_engine(num_blocks=6)
+    toy.submit(request("low", range(16), priority=1, max_tokens=4))
+    toy.step()
+    toy.submit(request("urgent", range(30, 42), max_tokens=1))
+    assert order_of_ends(toy) == ["urgent", "low"]
+    assert {outcome.finish_reason for outcome in toy.outcomes.values()} == {"length"}
+
+
 def test_equals_do_not_preempt_each_other_for_a_seat() -> None:
     toy = toy_engine(max_num_seqs=1)
     toy.submit(request("a", [1], max_tokens=3), request("b", [2], max_tokens=1))

@@ -182,14 +182,14 @@ class Scheduler:
             return
         live = self.waiting.peek()
         while live is not None:
-            lower = [each for each in self.running if each.request.priority > live.request.priority]
-            if not lower:
-                return
             if self._has_seats(live):
                 num_tokens = live.sequence.num_tokens - self._manager.lookup(live.sequence)
                 if self._manager.allocate(live.sequence, min(num_tokens, self._max_num_batched_tokens)):
                     self._enter(live)
                     return
+            lower = [each for each in self.running if each.request.priority > live.request.priority]
+            if not lower:
+                return
             self._preempt(self._cheapest(lower))
 
     def _admit(self, scheduled: list[ScheduledSpan], budget: int) -> None:
