@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from anaphora.cache.events import BlockStored
+from anaphora.cache.events import AllBlocksCleared, BlockStored
 from anaphora.fleet.index import FleetIndex, prefix_namespace
 from anaphora.fleet.knowledge import FleetKnowledge
 from anaphora.identity import DEFAULT_NAMESPACE
@@ -85,6 +85,7 @@ def test_a_prompt_longer_than_the_pool_is_not_believed() -> None:
 def test_events_replace_the_approximation() -> None:
     knowledge = knowledge_of("a", "b")
     serve(knowledge, "a", 1, 2)
+    knowledge.begin_following("a")
     knowledge.follow("a", [BlockStored((b"n",), None, ids(5), 4, DEFAULT_NAMESPACE)])
     assert knowledge.kind("a") == "precise"
     assert (has(knowledge, "a", 1, 2), has(knowledge, "a", 5)) == (0, 1)
@@ -125,3 +126,16 @@ def test_the_age_is_that_of_the_last_news() -> None:
     serve(knowledge, "a", 1)
     clock.now = 5
     assert knowledge.age_s("a") == 5
+
+
+def test_events_in_part_are_completed_by_our_own_decisions_until_the_cache_is_emptied() -> None:
+    knowledge = knowledge_of("a")
+    knowledge.begin_following("a")
+    knowledge.follow("a", [BlockStored((b"n",), None, ids(5), 4, DEFAULT_NAMESPACE)])
+    knowledge.lose("a")
+    assert knowledge.kind("a") == "partial"
+    serve(knowledge, "a", 5, 6)
+    assert has(knowledge, "a", 5, 6) == 2
+    knowledge.follow("a", [AllBlocksCleared()])
+    assert knowledge.kind("a") == "precise"
+    assert has(knowledge, "a", 5, 6) == 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from anaphora.cache.events import Event
     from anaphora.engine.loop import Engine, EngineStats
     from anaphora.engine.request import Request
 
@@ -43,8 +44,11 @@ class EngineService:
     delta on (`loop.call_soon_threadsafe`). If it raises, its request is aborted.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_events: Callable[[list[Event]], None] | None = None) -> None:
+        """on_events: given what happened to cached blocks after each step, on the service's thread; the engine's manager
+        must record it."""
         self._engine = engine
+        self._on_events = on_events
         self._thread = threading.Thread(target=self._run, name="anaphora-engine", daemon=True)
         self._changed = threading.Condition()
         # What follows is guarded by `_changed`.
@@ -134,7 +138,10 @@ class EngineService:
     def _run(self) -> None:
         try:
             while self._read_inbox():
-                for delta in self._engine.step():
+                deltas = self._engine.step()
+                if self._on_events is not None and (events := self._engine.manager.take_events()):
+                    self._on_events(events)
+                for delta in deltas:
                     self._deliver(delta)
         except BaseException as error:
             _logger.exception("the engine has crashed")

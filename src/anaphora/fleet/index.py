@@ -383,7 +383,7 @@ class FleetIndex:
         anywhere = device
         for name in asked:
             tiers = self._replicas[name].tiers
-            if len(tiers) > 1:
+            if len(tiers) > 1 and any(tier.names for medium, tier in tiers.items() if medium != DEVICE):
                 if anywhere is device:
                     anywhere = dict(device)
                 holders_of = tuple(tier.holder for tier in tiers.values())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from anaphora.cache import KVCacheManager
-from anaphora.cache.events import BlockRemoved, BlockStored
+from anaphora.cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.identity import BlockDigests
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from anaphora.fleet.view import Knowledge
     from anaphora.identity import Namespace
 
+APPROXIMATE = "APPROXIMATE"
+"""The medium of what our own decisions say of a replica whose events are known in part."""
 SPECULATIVE = "SPECULATIVE"
 """The medium of blocks that a request on its way will leave behind."""
 DEFAULT_NUM_BLOCKS = 4096
@@ -40,8 +42,9 @@ class Visit:
 class _Mirror:
     """A replica's cache as it would be if it saw our requests alone: the real manager, without memory behind it."""
 
-    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests) -> None:
+    def __init__(self, num_blocks: int, block_size: int, digests: BlockDigests, medium: str) -> None:
         self.manager = KVCacheManager(num_blocks, block_size, digests=digests, events=True)
+        self.medium = medium
 
     def admit(self, visit: Visit) -> list[Event]:
         sequence = self.manager.start(visit.tokens, visit.namespace)
@@ -50,14 +53,20 @@ class _Mirror:
             return []  # longer than the pool, or everything is pinned: the engine would make it wait
         self.manager.commit(sequence, sequence.num_tokens - sequence.num_computed_tokens)
         visit.sequence = sequence
-        return self.manager.take_events()
+        return self._take()
 
     def finish(self, visit: Visit) -> list[Event]:
         if visit.sequence is None:
             return []
         self.manager.finish(visit.sequence)
         visit.sequence = None
-        return self.manager.take_events()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        return [
+            replace(event, medium=self.medium) if isinstance(event, BlockStored | BlockRemoved) else event
+            for event in self.manager.take_events()
+        ]
 
 
 class FleetKnowledge:
@@ -67,8 +76,9 @@ class FleetKnowledge:
       answer begins (then the engine has them), when the request failed, or after `speculative_ttl_s`.
     - approximate: when the answer begins, the prompt is admitted to a mirror of the replica's cache, which evicts as an
       engine does, tails first, with as many blocks as the replica has.
-    - precise: the replica's events are followed, and its mirror is put away. Where events are lost the replica is
-      unknown, its blocks are forgotten, and the approximation begins anew.
+    - precise: the replica's events are followed from its empty cache on, and no mirror is needed.
+    - partial: events are followed, but some were lost. The engine stores nothing anew that it has already, so a mirror
+      stands beside them, in a medium of its own, until the cache was emptied.
 
     clock: returns seconds, and never goes back.
     """
@@ -79,7 +89,7 @@ class FleetKnowledge:
         self._speculative_ttl_s = speculative_ttl_s
         self._digests = BlockDigests()
         self._mirrors: dict[str, _Mirror] = {}
-        self._precise: dict[str, float] = {}
+        self._following: dict[str, bool] = {}
         self._updated: dict[str, float] = {}
         self._num_blocks: dict[str, int] = {}
         self._visits: dict[Visit, None] = {}
@@ -93,7 +103,7 @@ class FleetKnowledge:
     def remove(self, replica: str) -> None:
         """The replica is gone."""
         self.index.remove_replica(replica)
-        for table in (self._mirrors, self._precise, self._updated, self._num_blocks):
+        for table in (self._mirrors, self._following, self._updated, self._num_blocks):
             table.pop(replica, None)
 
     def resize(self, replica: str, num_blocks: int) -> None:
@@ -103,19 +113,21 @@ class FleetKnowledge:
             return
         self._num_blocks[replica] = num_blocks
         if replica in self._mirrors:
-            self.index.forget(replica)
+            self.index.forget(replica, self._mirrors[replica].medium)
             self._start_mirror(replica)
 
     def lose(self, replica: str) -> None:
-        """Whatever was known of the replica is not so any more: it restarted, or its events were lost."""
+        """Whatever was known of the replica is perhaps not so any more: it may have restarted, or events were lost."""
         self.index.forget(replica)
-        self._precise.pop(replica, None)
+        self._updated.pop(replica, None)
+        if replica in self._following:
+            self._following[replica] = False
         self._start_mirror(replica)
 
     def kind(self, replica: str) -> Knowledge:
         """Where the knowledge of a replica comes from."""
-        if replica in self._precise:
-            return "precise"
+        if replica in self._following:
+            return "precise" if self._following[replica] else "partial"
         return "approximate" if replica in self._updated else "unknown"
 
     def age_s(self, replica: str) -> float:
@@ -125,14 +137,27 @@ class FleetKnowledge:
 
     # Precise
 
-    def follow(self, replica: str, events: Iterable[Event]) -> None:
-        """The replica's own events, in order and without a gap since its cache was empty or `lose` was called."""
-        if replica not in self._precise:
-            self.index.forget(replica)
-            self._mirrors.pop(replica, None)
-            self._precise[replica] = self._clock()
+    def begin_following(self, replica: str) -> None:
+        """The replica's cache is empty, and all of its events will come to `follow`."""
+        self.index.forget(replica)
+        self._mirrors.pop(replica, None)
+        self._following[replica] = True
         self._updated[replica] = self._clock()
-        self.index.apply(replica, events)
+
+    def follow(self, replica: str, events: Iterable[Event]) -> None:
+        """The replica's own events, in order. After `lose`, an event that empties the cache makes them complete."""
+        self._updated[replica] = self._clock()
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.begin_following(replica)
+            else:
+                self._following.setdefault(replica, False)
+                self.index.apply(replica, [event])
+
+    def stop_following(self, replica: str) -> None:
+        """The replica publishes no events any more."""
+        if self._following.pop(replica, None) is not None:
+            self.lose(replica)
 
     # Approximate and speculative
 
@@ -192,5 +217,5 @@ class FleetKnowledge:
             visit.names = ()
 
     def _start_mirror(self, replica: str) -> None:
-        self._mirrors[replica] = _Mirror(self._num_blocks[replica], self.index.block_size, self._digests)
-        self._updated.pop(replica, None)
+        medium = APPROXIMATE if replica in self._following else DEVICE
+        self._mirrors[replica] = _Mirror(self._num_blocks[replica], self.index.block_size, self._digests, medium)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Knowledge: TypeAlias = Literal["precise", "approximate", "unknown"]
-"""Where the knowledge of a replica's cache comes from: its events, our own decisions, or nowhere."""
+Knowledge: TypeAlias = Literal["precise", "partial", "approximate", "unknown"]
+"""Where the knowledge of a replica's cache comes from: its events, a part of them, our own decisions, or nowhere."""
 
 
 @dataclass(frozen=True, slots=True)

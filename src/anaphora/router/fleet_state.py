@@ -124,6 +124,7 @@ class Fleet:
         self.replicas: dict[str, Replica] = {}
         self.knowledge = FleetKnowledge(FleetIndex(block_size, max_bytes=index_bytes), clock)
         self.explained: OrderedDict[str, Routed] = OrderedDict()
+        self.on_lost: Callable[[Replica], None] | None = None
         self._rng = rng or random.Random()
         self._num_blocks = num_blocks
         self._max_running = max_running
@@ -162,6 +163,8 @@ class Fleet:
         """What was in the replica's cache is not so any more, as far as we know."""
         if replica.name in self.replicas:
             self.knowledge.lose(replica.name)
+            if self.on_lost is not None:
+                self.on_lost(replica)
 
     # Deciding
 

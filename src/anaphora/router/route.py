@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from anaphora.router.fleet_state import Policy
+    from anaphora.router.following import Follower
 
 _RELOAD_S = 1.0
 
@@ -88,6 +89,8 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         specs += file.read()
         background.append(file.watch)
     fleet.reconcile(specs)
+    if options.replicas_file is not None or any(spec.kv_events for spec in specs):
+        background.append(_follower(fleet).run)
     return RouterApp(fleet, proxy, metrics, upstream, background)
 
 
@@ -118,6 +121,12 @@ def prompt_source(model: str | None) -> PromptSource:
     from anaphora.router.model_text import load_text_side  # noqa: PLC0415 - needs the tokenizers package
 
     return ModelPrompts(*load_text_side(Path(model)))
+
+
+def _follower(fleet: Fleet) -> Follower:
+    from anaphora.router.following import Follower  # noqa: PLC0415 - needs pyzmq, which approximations do not
+
+    return Follower(fleet)
 
 
 def parse_replicas(text: str) -> list[ReplicaSpec]:
