@@ -6,6 +6,7 @@ from array import array
 from dataclasses import fields, replace
 from functools import cache
 
+import gguf
 import numpy as np
 import pytest
 
@@ -68,12 +69,14 @@ def build(path):
     return build_on(path)
 
 
+def keep_bf16(kv):
+    return to_bf16(kv.astype(np.float32)).astype(np.float64)
+
+
 @cache
 def dense(shape):
     """Logits in float64 with keys and values kept as bf16."""
-    return dense_logits(
-        shape, rounded_weights(shape), sequence(0), lambda kv: to_bf16(kv.astype(np.float32)).astype(np.float64)
-    )
+    return dense_logits(shape, rounded_weights(shape), sequence(0), keep_bf16)
 
 
 class TestIsClose:
@@ -100,6 +103,64 @@ class TestIsClose:
 
     def test_with_sizes_that_fill_no_strip_or_vector(self, build, path):
         self.assert_close(build, path, replace(LLAMA, hidden_size=33, intermediate_size=17, head_dim=6))
+
+
+@cache
+def q8_weights(shape):
+    """Weights whose matrices are Q8_0 already: 32 numbers a block, one scale, as GGUF rounds them."""
+    weights = random_weights(shape)
+
+    def rounded(matrix):
+        padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % 32)))
+        quantised = gguf.quantize(padded, gguf.GGMLQuantizationType.Q8_0)
+        return gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)[:, : matrix.shape[1]].copy()
+
+    is_tied = weights.output is weights.embedding
+    weights.embedding = rounded(weights.embedding)
+    weights.output = weights.embedding if is_tied else rounded(weights.output)
+    for layer in weights.layers:
+        for field in fields(layer):
+            array = getattr(layer, field.name)
+            if array is not None and array.ndim == 2:
+                setattr(layer, field.name, rounded(array))
+    return weights
+
+
+class TestWeightsOf8Bits:
+    @pytest.fixture(scope="class")
+    def build(self, path):
+        return cache(lambda shape: NativeExecutor(shape, q8_weights(shape), 2, path, "q8_0"))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_that_were_q8_0_lose_nothing(self, build, path, family):
+        shape = FAMILIES[family]
+        exact = dense_logits(shape, q8_weights(shape), sequence(0), keep_bf16)
+        error = expected_logits(build, shape, 0) - exact
+        assert np.square(error).mean() ** 0.5 < TOLERANCE[path] * np.square(exact).mean() ** 0.5
+
+    def test_that_fill_no_block(self, build, path):
+        shape = replace(LLAMA, hidden_size=33, intermediate_size=17, head_dim=6)
+        exact = dense_logits(shape, q8_weights(shape), sequence(0), keep_bf16)
+        error = expected_logits(build, shape, 0) - exact
+        assert np.square(error).mean() ** 0.5 < TOLERANCE[path] * np.square(exact).mean() ** 0.5
+
+    @contract.each_family
+    def test_give_the_same_bits_in_company(self, build, family):
+        contract.assert_same_bits_in_company(build, contract.EXACT[family], block_size=16, num_sequences=4, seed=3)
+
+    def test_give_the_same_bits_at_real_size(self, build):
+        contract.assert_same_bits_in_company(build, REAL_LAYER, block_size=16, num_sequences=4, seed=4)
+
+    def test_of_other_values_round_to_half_a_step(self, build, path):
+        shape = FAMILIES["qwen2"]
+        executor = NativeExecutor(shape, random_weights(shape), 2, path, "q8_0")
+        executor.allocate_kv(NUM_BLOCKS, 16)
+        exact = dense_logits(shape, random_weights(shape), sequence(0), keep_bf16)
+        error = run(executor, sequence(0), range(1, NUM_BLOCKS)) - exact
+        assert np.square(error).mean() ** 0.5 < 0.05 * np.square(exact).mean() ** 0.5
+
+    def test_have_a_numerics_id_of_their_own(self, build, path):
+        assert build(LLAMA).numerics_id.startswith(f"native-{path}-q8_0-strip32-keys256-rope")
 
 
 class TestReturnsLogits(contract.ReturnsLogits):
@@ -162,6 +223,10 @@ class TestRefuses(contract.Refuses):
     def test_a_path_that_the_machine_has_not(self):
         with pytest.raises(ValueError, match=r"path: 'mmx' is not allowed; .*portable"):
             NativeExecutor(LLAMA, random_weights(LLAMA), path="mmx")
+
+    def test_a_weight_format_that_is_not_known(self):
+        with pytest.raises(ValueError, match=r"weight_format: 'q2' is not allowed; .*bf16.*q8_0"):
+            NativeExecutor(LLAMA, random_weights(LLAMA), weight_format="q2")
 
     def test_no_threads(self):
         with pytest.raises(ValueError, match="num_threads: 0 is not allowed"):

@@ -98,8 +98,9 @@ def test_tied_embeddings_are_one_array(tmp_path: Path) -> None:
     ):
         model = load_model(path)
         assert model.shape.ties_embeddings
-        assert model.weights.output is model.weights.embedding
-        assert_same_weights(model.weights, random_weights(tiny_shape(ties_embeddings=True)))
+        weights = model.weights
+        assert weights.output is weights.embedding
+        assert_same_weights(weights, random_weights(tiny_shape(ties_embeddings=True)))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ views per vocabulary entry, 2.5 s for SmolLM2's 98,000 strings, against 0.1 s.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,16 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from anaphora.model import weights
 from anaphora.model.errors import ModelError
 from anaphora.model.shape import DivisorsRope, LinearRope, ModelShape, RopeScaling
-from anaphora.model.weights import Weights, assemble
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    from anaphora.model.weights import Weights
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -50,6 +56,7 @@ _NAMES = {
     "up": "blk.{layer}.ffn_up.weight",
     "down": "blk.{layer}.ffn_down.weight",
 }
+_QUANTISATIONS = frozenset(kind.value for kind in GGMLQuantizationType)
 _ROPE_DIVISORS = "rope_freqs.weight"
 _CONVERTED_FROM = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF's name of an architecture -> ours. Mistral's models are stored as "llama"."""
@@ -82,7 +89,15 @@ class GGUFFile:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         try:
             self.metadata, self._tensors = _Header(self._map).parse()
-        except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+        except (
+            struct.error,
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ModelError(f"{path}: not a GGUF file, or damaged: {error}") from None
         if self.metadata.get("split.count", 1) > 1:
             raise ModelError(f"{path}: one part of a split GGUF; merge the parts first (llama-gguf-split --merge)")
@@ -97,9 +112,23 @@ class GGUFFile:
 
         Raises:
             KeyError: there is none of that name.
-            ModelError: its quantisation is not known to the `gguf` package.
+            ModelError: what `shape_of` raises.
         """
+        self.shape_of(name)
         return self._decode(name, self._raw(name))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, outermost dimension first, by the header alone.
+
+        Raises:
+            KeyError: there is none of that name.
+            ModelError: its quantisation is not known to the `gguf` package, or the file ends before it does.
+        """
+        tensor = self._tensors[name]
+        self._extent(name)
+        if not _can_decode(tensor.kind):
+            raise ModelError(f"tensor {name!r}: quantisation {tensor.kind.name} is not supported")
+        return tensor.shape
 
     def rotate_half_rows(self, name: str, num_heads: int) -> NDArray[np.float32]:
         """A q or k matrix whose rows were stored for interleaved RoPE, with its rows in rotate-half order.
@@ -115,17 +144,22 @@ class GGUFFile:
 
     def _raw(self, name: str) -> NDArray[Any]:
         """The stored rows: float32 elements, or bytes of quantised blocks."""
+        tensor, shape = self._tensors[name], self._extent(name)
+        raw = np.frombuffer(self._map, np.uint8, math.prod(shape), tensor.offset).reshape(shape)
+        return raw.view(np.float32) if tensor.kind == GGMLQuantizationType.F32 else raw
+
+    def _extent(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape with its columns in bytes, all of them in the file."""
         tensor = self._tensors[name]
         block_elements, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        *rows, columns = tensor.shape
+        *rows, columns = tensor.shape or (1,)
         if columns % block_elements:
             raise ModelError(f"tensor {name!r}: {columns} columns are no whole number of {tensor.kind.name} blocks")
         shape = (*rows, columns // block_elements * block_bytes)
-        size = int(np.prod(shape))
-        if tensor.offset + size > len(self._map):
+        # Python's integers: the sizes come from the file, and may be anything up to 2**64.
+        if tensor.offset + math.prod(shape) > len(self._map):
             raise ModelError(f"{self.path}: tensor {name!r} ends after the file does; the file is truncated")
-        raw = np.frombuffer(self._map, np.uint8, size, tensor.offset).reshape(shape)
-        return raw.view(np.float32) if tensor.kind == GGMLQuantizationType.F32 else raw
+        return shape
 
     def _decode(self, name: str, raw: NDArray[Any]) -> NDArray[np.float32]:
         tensor = self._tensors[name]
@@ -134,14 +168,21 @@ class GGUFFile:
         out = np.empty(tensor.shape, np.float32)
         rows, flat = raw.reshape(-1, raw.shape[-1]), out.reshape(-1, out.shape[-1])
         step = max(1, _DECODE_BYTES // rows.shape[1])
-        try:
-            for start in range(0, len(rows), step):
-                # One long row: the package splits its input by rows, and would do so again.
-                decoded = dequantize(rows[start : start + step].reshape(1, -1), tensor.kind)
-                flat[start : start + step] = decoded.reshape(-1, flat.shape[1])
-        except NotImplementedError:
-            raise ModelError(f"tensor {name!r}: quantisation {tensor.kind.name} is not supported") from None
+        for start in range(0, len(rows), step):
+            # One long row: the package splits its input by rows, and would do so again.
+            decoded = dequantize(rows[start : start + step].reshape(1, -1), tensor.kind)
+            flat[start : start + step] = decoded.reshape(-1, flat.shape[1])
         return out
+
+
+@cache
+def _can_decode(kind: GGMLQuantizationType) -> bool:
+    """Whether the `gguf` package decodes this quantisation: it says so only when asked to."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class _Header:
@@ -167,7 +208,10 @@ class _Header:
         for _ in range(num_tensors):
             name = self._string()
             dimensions = [self._number("Q") for _ in range(self._number("I"))]
-            kind = GGMLQuantizationType(self._number("I"))
+            number = self._number("I")
+            if number not in _QUANTISATIONS:
+                raise ModelError(f"tensor {name!r}: quantisation {number} is not known")
+            kind = GGMLQuantizationType(number)
             found[name] = (tuple(reversed(dimensions)), kind, self._number("Q"))
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         start = -(-self._position // alignment) * alignment
@@ -269,18 +313,28 @@ def _rope_scaling(file: GGUFFile, name: str) -> RopeScaling | None:
     return LinearRope(float(factor))
 
 
-def read_weights(file: GGUFFile, shape: ModelShape) -> Weights:
-    """All weights as float32. Cost for SmolLM2-135M in Q4_1: about half a second, 540 MB.
+class _Tensors:
+    """The file's tensors for `stored_weights`."""
+
+    def __init__(self, file: GGUFFile, shape: ModelShape) -> None:
+        self._file = file
+        is_permuted = shape.architecture == "llama"
+        self._heads = {"attn_q.weight": shape.num_heads, "attn_k.weight": shape.num_kv_heads} if is_permuted else {}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._file.shape_of(name)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        for ending, num_heads in self._heads.items():
+            if name.endswith(ending):
+                return self._file.rotate_half_rows(name, num_heads)
+        return self._file.tensor(name)
+
+
+def stored_weights(file: GGUFFile, shape: ModelShape) -> Callable[[], Weights]:
+    """Check the file's tensors, and return what reads them as float32, in half a second for SmolLM2-135M in Q4_1.
 
     Raises:
-        ModelError: a tensor is missing, has another shape or an unsupported quantisation.
+        ModelError: a tensor is missing, has another shape or an unsupported quantisation, or is cut off.
     """
-
-    def read(tensor_name: str) -> NDArray[np.float32]:
-        if shape.architecture == "llama" and tensor_name.endswith("attn_q.weight"):
-            return file.rotate_half_rows(tensor_name, shape.num_heads)
-        if shape.architecture == "llama" and tensor_name.endswith("attn_k.weight"):
-            return file.rotate_half_rows(tensor_name, shape.num_kv_heads)
-        return file.tensor(tensor_name)
-
-    return assemble(shape, _NAMES, read)
+    return weights.stored_weights(shape, _NAMES, _Tensors(file, shape))

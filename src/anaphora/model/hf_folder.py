@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from anaphora.model import weights
 from anaphora.model.chat_template import ChatTemplate
 from anaphora.model.errors import ModelError, naming
 from anaphora.model.safetensors_file import SafetensorsFile
 from anaphora.model.shape import ARCHITECTURES, LinearRope, Llama3Rope, ModelShape, RopeScaling
 from anaphora.model.tokenizer import Tokenizer
-from anaphora.model.weights import Weights, assemble
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy as np
     from numpy.typing import NDArray
+
+    from anaphora.model.weights import Weights
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -181,21 +185,33 @@ def shard_names(index: dict[str, Any]) -> list[str]:
     return names
 
 
-def read_weights(folder: Path, shape: ModelShape) -> Weights:
-    """All weights as float32, bfloat16 and float16 widened.
+class _Tensors:
+    """The tensors of all files for `stored_weights`."""
+
+    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+        self._files = files
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._file_of(name).shape_of(name)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        return self._file_of(name).tensor(name)
+
+    def _file_of(self, name: str) -> SafetensorsFile:
+        for file in self._files:
+            if name in file:
+                return file
+        raise KeyError(name)
+
+
+def stored_weights(folder: Path, shape: ModelShape) -> Callable[[], Weights]:
+    """Check the files' tensors, and return what reads them as float32, bfloat16 and float16 widened.
 
     Raises:
         ModelError: a file or tensor is missing or damaged, or a tensor has another shape or dtype.
     """
     files = [SafetensorsFile(path) for path in weight_files(folder)]
-
-    def read(name: str) -> NDArray[np.float32]:
-        for file in files:
-            if name in file:
-                return file.tensor(name)
-        raise KeyError(name)
-
-    return assemble(shape, _NAMES, read)
+    return weights.stored_weights(shape, _NAMES, _Tensors(files))
 
 
 def read_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoder-only transformers with RMSNorm, rotate-half RoPE, grouped queries and a SwiGLU MLP."""
 
+MAX_CONTEXT = 1 << 24
+"""More is a damaged file. Executors tabulate sines and cosines for every position."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
@@ -95,6 +98,8 @@ class ModelShape:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ModelError(f"{name}: {value!r} is not allowed; it must be a positive integer")
+        if self.max_context > MAX_CONTEXT:
+            raise ModelError(f"max_context: {self.max_context} is not allowed; it must be at most {MAX_CONTEXT} tokens")
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:

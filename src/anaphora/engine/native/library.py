@@ -170,7 +170,7 @@ def _declare(library: ctypes.CDLL) -> None:
     pointer, number = c_void_p, c_int
     for name, result, arguments in (
         ("paths", c_char_p, ()),
-        ("create", pointer, (c_char_p, POINTER(Sizes), number)),
+        ("create", pointer, (c_char_p, POINTER(Sizes), number, number)),
         ("destroy", None, (pointer,)),
         ("load", number, (pointer, pointer, pointer, pointer, pointer, pointer)),
         ("load_layer", number, (pointer, number, POINTER(LayerPointers))),

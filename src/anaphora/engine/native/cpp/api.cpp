@@ -1,5 +1,6 @@
 // What Python calls, by ctypes: build an engine from float32 weights, make pages, run steps. Arguments were checked
 // there; a return value of 0 (null) says that memory or threads ran out.
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -67,14 +68,33 @@ struct Packing {
   int64_t num_inputs;
 };
 
+void pack_bf16(const float* row, int64_t num_inputs, uint32_t* to) {
+  for (int64_t i = 0; i < num_inputs; ++i) ((uint16_t*)(to + i / 2 * STRIP))[i % 2] = to_bf16(row[i]);
+}
+
+// As GGUF's Q8_0 is made: what was Q8_0 before comes out as it was.
+void pack_q8(const float* row, int64_t num_inputs, Q8Block* block, int64_t lane) {
+  for (int64_t start = 0; start < num_inputs; start += 2 * BLOCK_PAIRS, ++block) {
+    const int64_t stop = start + 2 * BLOCK_PAIRS < num_inputs ? start + 2 * BLOCK_PAIRS : num_inputs;
+    float largest = 0;
+    for (int64_t i = start; i < stop; ++i) largest = std::fmax(largest, std::fabs(row[i]));
+    const float scale = block->scales[lane] = largest / 127;
+    for (int64_t i = start; i < stop && scale > 0; ++i)
+      block->weights[(i - start) / 2][lane][i % 2] = (int8_t)std::lrintf(row[i] / scale);
+  }
+}
+
 void pack_strips(void* context, Team& team) {
   const Packing& packing = *(const Packing*)context;
   const Matrix& matrix = packing.matrix;
   for (int64_t s = team.claim(); s < matrix.num_strips; s = team.claim()) {
     for (int64_t lane = 0; lane < STRIP && s * STRIP + lane < (int64_t)packing.rows.size(); ++lane) {
       const float* row = packing.rows[s * STRIP + lane];
-      uint16_t* to = (uint16_t*)(matrix.pairs + s * matrix.num_pairs * STRIP + lane);
-      for (int64_t i = 0; row && i < packing.num_inputs; ++i) to[i / 2 * STRIP * 2 + i % 2] = to_bf16(row[i]);
+      if (!row) continue;
+      if (matrix.blocks)
+        pack_q8(row, packing.num_inputs, matrix.blocks + s * matrix.num_blocks(), lane);
+      else
+        pack_bf16(row, packing.num_inputs, matrix.pairs + s * matrix.num_pairs * STRIP + lane);
     }
   }
 }
@@ -83,7 +103,8 @@ void pack_strips(void* context, Team& team) {
 
 class Engine {
  public:
-  Engine(const Path& path, const Sizes& sizes, int num_threads) : path_(path), team_(num_threads), layers_(sizes.num_layers) {
+  Engine(const Path& path, const Sizes& sizes, int num_threads, bool has_8_bits)
+      : path_(path), team_(num_threads), has_8_bits_(has_8_bits), layers_(sizes.num_layers) {
     model_.sizes = sizes;
     model_.layers = layers_.data();
   }
@@ -180,8 +201,11 @@ class Engine {
 
   // rows: the outputs' weights in the order of the strips' lanes, null for none.
   Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs) {
-    Matrix matrix{nullptr, (int32_t)ceil_div(rows.size(), STRIP), (int32_t)ceil_div(num_inputs, 2)};
-    matrix.pairs = keep((size_t)matrix.num_strips * matrix.num_pairs * STRIP * sizeof(uint32_t)).as<uint32_t>();
+    Matrix matrix{nullptr, nullptr, (int32_t)ceil_div(rows.size(), STRIP), (int32_t)ceil_div(num_inputs, 2)};
+    if (has_8_bits_)
+      matrix.blocks = keep((size_t)matrix.num_strips * matrix.num_blocks() * sizeof(Q8Block)).as<Q8Block>();
+    else
+      matrix.pairs = keep((size_t)matrix.num_strips * matrix.num_pairs * STRIP * sizeof(uint32_t)).as<uint32_t>();
     Packing packing{matrix, rows, num_inputs};
     team_.run(pack_strips, &packing);
     return matrix;
@@ -310,6 +334,7 @@ class Engine {
 
   const Path& path_;
   Team team_;
+  const bool has_8_bits_;
   Model model_{};
   std::vector<Layer> layers_;
   std::vector<Memory> kept_;
@@ -359,14 +384,14 @@ const char* anaphora_paths() {
 }
 
 // An engine for one of those paths, its weights still to be loaded.
-Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads) {
+Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads, int has_8_bits) {
   const anaphora::Path* chosen = &anaphora::portable_path;
 #if defined(__x86_64__)
   for (const anaphora::Path* other : {&anaphora::avx2_path, &anaphora::avx512_path, &anaphora::avx512_bf16_path})
     if (!std::strcmp(path, other->name)) chosen = other;
 #endif
   Engine* engine = nullptr;
-  guarded([&] { engine = new Engine(*chosen, *sizes, num_threads); });
+  guarded([&] { engine = new Engine(*chosen, *sizes, num_threads, has_8_bits); });
   return engine;
 }
 

@@ -61,8 +61,9 @@ void partial_results(const TileView& view, const Operand* queries, int64_t query
     constexpr int T = decltype(cells)::count;
     F32 acc[R][T];
     clear(acc);
-    const int64_t step = view.cells[c + T - 1] - view.cells[c];
-    accumulate(acc, view.cells[c], CELL_TOKENS, step, model.sizes.head_dim / 2, queries, query_stride);
+    accumulate(
+        acc, [&](int64_t k, int t) __attribute__((always_inline)) { return load_pairs(view.cells[c + t] + k * CELL_TOKENS); },
+        model.sizes.head_dim / 2, queries, query_stride);
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t) store(scores[r] + (c + t) * CELL_TOKENS, acc[r][t]);
   };
@@ -94,8 +95,12 @@ void partial_results(const TileView& view, const Operand* queries, int64_t query
     F32 acc[R][T];
     clear(acc);
     for (int64_t c = first_cell; c < stop_cell; ++c)
-      accumulate(acc, view.cells[c] + keys + dim, dims, LANES, CELL_TOKENS / 2, weights[0] + c * CELL_TOKENS,
-                 KEY_TILE);
+      accumulate(
+          acc,
+          [&](int64_t k, int t) __attribute__((always_inline)) {
+            return load_pairs(view.cells[c] + keys + k * dims + dim + t * LANES);
+          },
+          CELL_TOKENS / 2, weights[0] + c * CELL_TOKENS, KEY_TILE);
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t) store(partial + r * partial_stride + PARTIAL_HEAD + dim + t * LANES, acc[r][t]);
   };

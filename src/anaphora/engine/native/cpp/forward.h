@@ -36,7 +36,10 @@ void share_product(Team& team, const Matrix& matrix, const void* x, int64_t x_st
     const int64_t first = item / matrix.num_strips * ROW_CHUNK;
     const int64_t stop = first + ROW_CHUNK < num_rows ? first + ROW_CHUNK : num_rows;
     const int64_t strip = item % matrix.num_strips;
-    multiply(matrix, strip, (const Operand*)x, x_stride, first, stop, strip + team.size(), epilogue);
+    // This thread's next one, probably.
+    const int64_t next = strip + team.size() < matrix.num_strips ? team.size() : 0;
+    multiply(matrix, strip, next, (const Operand*)x, x_stride, first, stop,
+             [&](int64_t row, F32 left, F32 right) { epilogue(row, strip, left, right); });
   });
 }
 
@@ -56,8 +59,16 @@ INLINE F32 silu(F32 x) { return x / (splat(1) + exp2(x * splat(-1.44269504f))); 
 
 // A token's row of the embedding, out of the strip that it is a lane of.
 void embed(const Model& model, int32_t token, float* to, int64_t stride) {
-  const uint32_t* pair = model.embedding.strip(token / STRIP) + token % STRIP;
-  for (int64_t i = 0; i < model.sizes.hidden; ++i) to[i] = from_bf16(pair[i / 2 * STRIP] >> i % 2 * 16 & 0xffff);
+  const Matrix& table = model.embedding;
+  const int64_t strip = token / STRIP, lane = token % STRIP;
+  for (int64_t i = 0; i < model.sizes.hidden; ++i) {
+    if (table.blocks) {
+      const Q8Block& block = table.q8_strip(strip)[i / (2 * BLOCK_PAIRS)];
+      to[i] = (float)block.weights[i / 2 % BLOCK_PAIRS][lane][i % 2] * block.scales[lane];
+    } else {
+      to[i] = from_bf16(table.strip(strip)[i / 2 * STRIP + lane] >> i % 2 * 16 & 0xffff);
+    }
+  }
   for (int64_t i = model.sizes.hidden; i < stride; ++i) to[i] = 0;
 }
 

@@ -9,6 +9,13 @@
 //                K pair 1:    [     "      |    "    | ... |    "     ]
 //                ...          num_pairs of them; absent outputs and an odd last input are zeros
 //
+//     Or, with half the memory, as 8-bit numbers (GGUF's Q8_0): a strip of Q8Blocks, each 32 inputs of the 32 outputs,
+//     one float scale for the 32 inputs of an output, then pairs of bytes in the same order:
+//
+//     block b:   [ scale of output 32s | ... | 32s + 31 ]                   128 bytes
+//                K pair 16b:  [ output 32s | 32s + 1 | ... | 32s + 31 ]     64 bytes
+//                ...          16 of them
+//
 //     Gate and up share a strip, 16 outputs each, so that silu(gate) * up is made while both are in registers.
 //
 // KV pages: per layer and block, per KV head, a cell for every 16 tokens (block_size / 16 of them, so no arithmetic can
@@ -30,6 +37,7 @@ namespace anaphora {
 
 constexpr int LANES = 16;           // pairs or floats side by side in a vector of any path
 constexpr int STRIP = 2 * LANES;    // outputs of a weight strip
+constexpr int BLOCK_PAIRS = 16;     // K pairs that share a scale, where weights have 8 bits
 constexpr int CELL_TOKENS = LANES;  // tokens of a cell
 constexpr int KEY_TILE = 256;       // tokens whose softmax is one partial result: counted from a sequence's start
 constexpr int TILE_CELLS = KEY_TILE / CELL_TOKENS;
@@ -43,10 +51,18 @@ struct Sizes {  // the same fields as _Sizes in library.py
   float norm_epsilon;
 };
 
+struct Q8Block {
+  float scales[STRIP];
+  int8_t weights[BLOCK_PAIRS][STRIP][2];
+};
+
 struct Matrix {
-  uint32_t* pairs;
+  uint32_t* pairs;                // bf16, or
+  Q8Block* blocks;                // 8 bits; the other one is null
   int32_t num_strips, num_pairs;  // outputs / 32, inputs / 2, both rounded up
+  int64_t num_blocks() const { return ceil_div(num_pairs, BLOCK_PAIRS); }
   const uint32_t* strip(int64_t s) const { return pairs + s * num_pairs * STRIP; }
+  const Q8Block* q8_strip(int64_t s) const { return blocks + s * num_blocks(); }
 };
 
 struct Layer {

@@ -15,6 +15,8 @@ static INLINE Pairs load_pairs(const uint32_t* from) {
   return pairs;
 }
 
+static INLINE Pairs make_pairs(F32 even, F32 odd) { return {even, odd}; }
+
 // acc + even * x[0], then + odd * x[1].
 static INLINE F32 dot(F32 acc, const Pairs& pairs, const Operand* x) {
   const Floats even = broadcast(x[0]), odd = broadcast(x[1]);

@@ -19,6 +19,14 @@ typedef __m512bh Pairs;
 
 static INLINE Pairs load_pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
+// Rounded to the nearest, ties to even; weights are finite.
+static INLINE Pairs make_pairs(F32 even, F32 odd) {
+  Ints low = (Ints)even.part[0], high = (Ints)odd.part[0];
+  low += 0x7fff + (low >> 16 & 1);
+  high += 0x7fff + (high >> 16 & 1);
+  return (__m512bh)(__m512i)((low >> 16 & 0xffff) | (high & (int32_t)0xffff0000));
+}
+
 static INLINE F32 dot(F32 acc, const Pairs& pairs, const Operand* x) {
   int32_t pair;
   std::memcpy(&pair, x, 4);

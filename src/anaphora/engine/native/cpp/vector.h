@@ -21,12 +21,13 @@ struct F32 {
 
 #define EACH_PART for (int i = 0; i < PARTS; ++i)
 
+// Part by part: compilers keep a copied whole in memory.
 INLINE F32 load(const float* from) {
   F32 v;
-  std::memcpy(&v, from, sizeof v);
+  EACH_PART std::memcpy(&v.part[i], from + i * WIDTH, sizeof v.part[i]);
   return v;
 }
-INLINE void store(float* to, F32 v) { std::memcpy(to, &v, sizeof v); }
+INLINE void store(float* to, F32 v) { EACH_PART std::memcpy(to + i * WIDTH, &v.part[i], sizeof v.part[i]); }
 INLINE Floats broadcast(float x) { return x - Floats{}; }  // minus 0 leaves even -0, so compilers drop it; plus 0 not
 INLINE F32 splat(float x) {
   F32 v;
