@@ -118,7 +118,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in a step (default: 512)")
     engine.add_argument("--max-context", type=_positive, metavar="N", help="longest sequence (default: the model's)")
     engine.add_argument(
-        "--executor", choices=["auto", "native", "reference"], help="what runs the model (default: native if it builds)"
+        "--executor",
+        choices=["auto", "native", "native-q8", "reference"],
+        help="what runs the model (default: native if it builds)",
     )
     engine.add_argument(
         "--queue-order",

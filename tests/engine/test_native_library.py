@@ -105,10 +105,12 @@ def test_native_is_refused_where_there_is_no_compiler(fresh, model):
         build.build_engine(model, executor="native", kv_memory_bytes=1 << 20)
 
 
-def test_auto_is_native_where_there_is_a_compiler(model):
+def test_auto_is_native_where_there_is_a_compiler_and_native_q8_keeps_8_bits(model):
     try:
         NativeExecutor(LLAMA, random_weights(LLAMA))
     except NativeUnavailableError as error:
         pytest.skip(f"the native executor is not available: {error}")
     engine = build.build_engine(model, kv_memory_bytes=1 << 20)
     assert isinstance(engine.executor, NativeExecutor)
+    eight_bits = build.build_engine(model, executor="native-q8", kv_memory_bytes=1 << 20)
+    assert "q8_0" in eight_bits.executor.numerics_id

@@ -42,8 +42,8 @@ def span(start, count, first_block, num_shared=0, num_logits=1):
 
 
 odd = replace(LLAMA, hidden_size=33, intermediate_size=17, head_dim=6)
-for shape in (*FAMILIES.values(), odd):
-    executor = NativeExecutor(shape, random_weights(shape), 3, sys.argv[1])
+for shape, weight_format in [*((shape, "bf16") for shape in FAMILIES.values()), (odd, "bf16"), (odd, "q8_0")]:
+    executor = NativeExecutor(shape, random_weights(shape), 3, sys.argv[1], weight_format)
     executor.allocate_kv(400, 16)
     executor.execute(Batch([span(0, 600, 1, num_logits=600)]))
     executor.execute(Batch([span(600, 1, 1)]))  # few pieces: each tile for itself

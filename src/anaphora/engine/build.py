@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 
     from anaphora.cache.manager import IndexKind
     from anaphora.engine.executor import Executor, LayerGroup
+    from anaphora.engine.native.executor import WeightFormat
     from anaphora.engine.order import QueueOrderChoice
     from anaphora.model import Model
 
 log = logging.getLogger(__name__)
 
-ExecutorKind: TypeAlias = Literal["auto", "native", "reference"]
+ExecutorKind: TypeAlias = Literal["auto", "native", "native-q8", "reference"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 """Memory for KV where there is plenty of it."""
@@ -58,7 +60,8 @@ def build_engine(
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
 
-    executor: "native" is C++, bf16, compiled at first use; "reference" is numpy, float32, several times slower;
+    executor: "native" is C++, bf16, compiled at first use; "native-q8" is the same with 8-bit weights; "reference" is
+        numpy, float32, several times slower;
         "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
     index: how prefixes are found, "radix" or "hash".
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
@@ -179,11 +182,11 @@ def _auto(model: Model) -> Executor:
         return _reference(model)
 
 
-def _native(model: Model) -> Executor:
+def _native(model: Model, weight_format: WeightFormat = "bf16") -> Executor:
     from anaphora.engine.native import NativeExecutor, NativeUnavailableError  # noqa: PLC0415
 
     try:
-        return NativeExecutor(model.shape, model.weights)
+        return NativeExecutor(model.shape, model.weights, weight_format=weight_format)
     except NativeUnavailableError as error:
         raise ValueError(f"executor: 'native' is not available here: {error}") from None
 
@@ -194,4 +197,9 @@ def _reference(model: Model) -> Executor:
     return ReferenceExecutor(model.shape, model.weights)
 
 
-_EXECUTORS: dict[str, Callable[[Model], Executor]] = {"auto": _auto, "native": _native, "reference": _reference}
+_EXECUTORS: dict[str, Callable[[Model], Executor]] = {
+    "auto": _auto,
+    "native": _native,
+    "native-q8": partial(_native, weight_format="q8_0"),
+    "reference": _reference,
+}
