@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from anaphora.lab.commands import add_simulate
+from anaphora.lab.commands import add_commands
 from anaphora.router.command import add_route
 from anaphora.version import __version__
 
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add_route(commands.add_parser("route", help="send requests to the replica that has their prefix"))
     _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the virtual executor"))
-    add_simulate(commands.add_parser("simulate", help="what a trace would find in other caches"))
+    add_commands(commands)
     return parser
 
 

@@ -98,7 +98,7 @@ def build_trace(
     known: dict[tuple[str, int], int] = {}
     clock = 0.0
     for request in requests:
-        clock = max(clock, request.time_s) if request.time_s is not None else clock
+        clock = clock if request.time_s is None else request.time_s
         namespace = _namespace(request) if splits else DEFAULT_NAMESPACE
         session = request.session or request.parent
         num_output = request.num_output_tokens or 0

@@ -1,5 +1,22 @@
 """The laboratory's commands: options, and what is printed. Each imports what it needs when it runs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anaphora.lab.commands.explain import add_explain
+from anaphora.lab.commands.providers import add_providers
 from anaphora.lab.commands.simulate import add_simulate
 
-__all__ = ["add_simulate"]
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add them to the program's."""
+    add_simulate(commands.add_parser("simulate", help="what a trace would find in other caches"))
+    add_explain(commands.add_parser("explain", help="why a log's hit rate is what it is, and what would change it"))
+    add_providers(commands.add_parser("providers", help="what a log costs under each provider's prompt cache"))
+
+
+__all__ = ["add_commands"]

@@ -95,7 +95,7 @@ def share(text: str) -> float:
 
 def add_log(parser: argparse.ArgumentParser, what: str) -> None:
     """The log to read, and how to read it."""
-    parser.add_argument("log", type=Path, metavar=what, help="a log or trace; .gz and .zst are read as they are")
+    parser.add_argument("log", metavar=what, help="a log or trace; .gz and .zst are read as they are")
     parser.add_argument("--format", choices=FORMAT_NAMES, metavar="NAME",
                         help=f"instead of detecting it: {', '.join(FORMAT_NAMES)}")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="PATH",
@@ -104,10 +104,11 @@ def add_log(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def open_log(args: argparse.Namespace) -> tuple[Log, Encoder]:
-    """The log and what makes tokens of its text. Raises LogError."""
+    """The log, `args.log` made a path, and what makes tokens of its text. Raises LogError."""
     from anaphora.lab.encoding import EstimatingEncoder, ModelEncoder
     from anaphora.lab.importers import open_requests
 
+    args.log = Path(args.log)
     return open_requests(args.log, args.format), ModelEncoder(args.tokenizer) if args.tokenizer else EstimatingEncoder()
 
 
