@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log10
+from math import ceil, log10
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 48, 56, 36, 44
@@ -14,7 +14,7 @@ LEAST_S = 0.05
 
 def draw(ttft_s: Mapping[str, Sequence[float]]) -> str:
     """One SVG; a line for each order, named at its right end, over a logarithmic axis of seconds."""
-    low = floor(log10(LEAST_S))
+    low = log10(LEAST_S)
     high = ceil(log10(max(max(times) for times in ttft_s.values())))
 
     def x_of(seconds: float) -> float:
@@ -30,11 +30,10 @@ def draw(ttft_s: Mapping[str, Sequence[float]]) -> str:
         y = y_of(quarter / 4)
         parts.append(_line(LEFT, y, WIDTH - RIGHT, y))
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{25 * quarter} %</text>')
-    for power in range(low, high + 1):
+    for power in range(ceil(low), high + 1):
         x = x_of(10.0**power)
-        if x >= LEFT:
-            parts.append(_line(x, TOP, x, HEIGHT - BOTTOM))
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{10.0**power:g}</text>')
+        parts.append(_line(x, TOP, x, HEIGHT - BOTTOM))
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{10.0**power:g}</text>')
     for row, (name, times) in enumerate(ttft_s.items()):
         ordered = sorted(times)
         points = [(x_of(seconds), y_of((i + 1) / len(ordered))) for i, seconds in enumerate(ordered)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anaphora.tokens import TOKEN_BYTES
@@ -38,6 +38,10 @@ class LiveRequest:
     num_unborn: int = 0
     deadline_s: float = math.inf
     half_time_s: float = math.inf
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt) // TOKEN_BYTES
 
     @property
     def request_id(self) -> str:
@@ -48,11 +52,6 @@ class LiveRequest:
     def rank(self) -> tuple[int, int, int]:
         """Who goes first where not all can: the more urgent, then the older, then the lower sample."""
         return (self.request.priority, self.arrival, self.index)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt) // TOKEN_BYTES
 
     @property
     def num_cached_tokens(self) -> int:

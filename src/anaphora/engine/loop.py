@@ -133,6 +133,7 @@ class Engine:
         """Longest sequence, prompt and output, that the model may see."""
         self._executor = executor
         self._manager = manager
+        self._block_size = manager.block_size
         self._new_detokenizer: Callable[[], Detokenizer] | None = None
         if tokenizer is not None:
             # Here, so that an engine without text (a simulation) needs no tokenizer library.
@@ -332,10 +333,7 @@ class Engine:
 
     def _commit(self, live: LiveRequest, start: int, num_tokens: int) -> None:
         self._manager.commit(live.sequence, num_tokens)
-        block_size = self._manager.block_size
-        if (start + num_tokens) // block_size > start // block_size or live.sequence.num_computed_tokens == (
-            live.num_prompt_tokens
-        ):
+        if num_tokens + start % self._block_size >= self._block_size:
             self._scheduler.committed(live)
 
     def _go_on(self, live: LiveRequest, delta: Delta) -> None:

@@ -50,6 +50,7 @@ class WaitingQueue:
             raise ValueError(f"min_held_tokens: {min_held_tokens} is not allowed; it must be at least 1")
         self._manager = manager
         self._order = order
+        self._min_held_tokens = min_held_tokens
         self._in_progress = PrefixesInProgress(manager, min_held_tokens)
         self._classes: dict[int, _Class] = {0: _Class(new_order(order, manager))}
         self._ready_priorities: list[int] = []
@@ -130,7 +131,8 @@ class WaitingQueue:
 
     def computes(self, live: LiveRequest, num_tokens: int) -> None:
         """A running request computes so many tokens in the step of this pass: others may wait for them."""
-        self._in_progress.add(live, num_tokens)
+        if num_tokens >= self._min_held_tokens:
+            self._in_progress.add(live, num_tokens)
 
     def committed(self, live: LiveRequest) -> None:
         """A running request has computed more tokens: all may find them."""
