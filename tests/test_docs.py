@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ["docs/cache.md"]
+PAGES = ["docs/cache.md", "docs/engine.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

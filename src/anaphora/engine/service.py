@@ -45,8 +45,8 @@ class EngineService:
     """
 
     def __init__(self, engine: Engine, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """on_events: given what happened to cached blocks after each step, on the service's thread; the engine's manager
-        must record it."""
+        """on_events: given what happened to cached blocks after each step, on the service's thread; the manager of the
+        engine must record it."""
         self._engine = engine
         self._on_events = on_events
         self._thread = threading.Thread(target=self._run, name="anaphora-engine", daemon=True)
