@@ -186,6 +186,11 @@ def test_cache_salt_separates_and_rejoins(own: LiveServer) -> None:
     assert [cached("one"), cached("two"), cached(None)] == [64, 64, 64]
 
 
+def test_priority_is_the_engines(live: LiveServer) -> None:
+    text(live, priority=-3)
+    assert live.engine.service.requests[-1].priority == -3
+
+
 def test_model_revision_is_part_of_the_namespace(live: LiveServer) -> None:
     text(live, cache_salt="tenant")
     namespace = live.engine.service.requests[-1].namespace

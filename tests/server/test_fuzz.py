@@ -46,6 +46,7 @@ sound = {
     "top_k": st.integers(0, 300),
     "seed": st.integers(-(2**63), 2**63 - 1),
     "ignore_eos": st.booleans(),
+    "priority": st.integers(-1000, 1000),
     "cache_salt": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=128),
 }
 

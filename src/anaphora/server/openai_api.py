@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from anaphora import tokens
-from anaphora.engine.request import Request, RequestError, SamplingParams
+from anaphora.engine.request import MAX_PRIORITY, Request, RequestError, SamplingParams
 from anaphora.identity import Namespace
 from anaphora.model.chat_template import ChatTemplateError
 from anaphora.server.errors import ApiError, bad_field, unsupported
@@ -32,6 +32,7 @@ ROLES = "system, developer, user or assistant"
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Salt = Annotated[str, Meta(min_length=1, max_length=128)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 NumSamples = Annotated[int, Meta(ge=1, le=MAX_N)]
 
 
@@ -43,7 +44,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both generating endpoints take. The last three fields are Anaphora's own."""
+    """What both generating endpoints take. The last four fields are Anaphora's own."""
 
     model: str
     n: NumSamples | None = None
@@ -62,6 +63,7 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: int | None = None
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
+    priority: Priority | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -143,6 +145,7 @@ class Call:
     prompts: tuple[bytes, ...]
     sampling: SamplingParams
     namespace: Namespace
+    priority: int
     is_stream: bool
     includes_usage: bool
     prompt_paths: tuple[str, ...]
@@ -157,7 +160,13 @@ class Call:
         """The engine's requests, one a prompt, in their order."""
         return [
             Request(
-                f"{call_id}-{i}", prompt, self.sampling, self.namespace, read_cache=uses_cache, write_cache=uses_cache
+                f"{call_id}-{i}",
+                prompt,
+                self.sampling,
+                self.namespace,
+                read_cache=uses_cache,
+                write_cache=uses_cache,
+                priority=self.priority,
             )
             for i, prompt in enumerate(self.prompts)
         ]
@@ -288,6 +297,7 @@ def _call(
         prompts=tuple(prompts.values()),
         sampling=sampling,
         namespace=Namespace(model=model.revision, salt=body.cache_salt),
+        priority=body.priority or 0,
         is_stream=bool(body.stream),
         includes_usage=bool(body.stream_options and body.stream_options.include_usage),
         prompt_paths=tuple(prompts),
