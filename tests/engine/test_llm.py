@@ -78,6 +78,17 @@ def test_best_of_returns_the_likeliest_samples_best_first(llm: LLM) -> None:
         llm.generate("the cat sat", replace(params, n=2), best_of=1)
 
 
+def test_a_beam_search_of_width_one_is_greedy_and_a_wider_one_finds_no_less(llm: LLM) -> None:
+    (greedy,) = llm.generate("the cat sat", replace(GREEDY, ignore_eos=False))
+    (narrow,) = llm.beam_search("the cat sat", 1, max_tokens=8, length_penalty=0.0)
+    wide = llm.beam_search("the cat sat", 4, max_tokens=8, length_penalty=0.0)
+    assert (narrow.token_ids, narrow.text) == (greedy.token_ids, greedy.text)
+    sums = [sum(token.logprob for token in completion.logprobs) for completion in wide]
+    assert len(wide) == 4
+    assert sums == sorted(sums, reverse=True)
+    assert llm.generate("the cat sat", GREEDY)[0].token_ids == greedy.token_ids
+
+
 @pytest.mark.parametrize("queue_order", ["fcfs", "lpm", "dfs", "fair"])
 def test_the_order_of_the_queue_changes_no_answer(model: Model, llm: LLM, queue_order: str) -> None:
     prompts = ["the cat sat", LONG + "what is", "rain fell", LONG + "the dog", LONG]

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from anaphora.engine.beam_search import BeamSearch
 from anaphora.engine.build import build_engine
-from anaphora.engine.request import Request, SamplingParams
+from anaphora.engine.request import Request, SamplingParams, TokenLogprob
 from anaphora.identity import Namespace
 from anaphora.model import Model, load_model
+from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from anaphora.engine.build import EngineOptions
     from anaphora.engine.loop import EngineStats
-    from anaphora.engine.request import Delta, FinishReason, TokenLogprob
+    from anaphora.engine.request import Delta, FinishReason
     from anaphora.model.progress import Progress
 
 
@@ -128,6 +130,48 @@ class LLM:
             for of_prompt in samples.values():
                 of_prompt.sort(key=_mean_logprob, reverse=True)
         return [completion for of_prompt in samples.values() for completion in of_prompt[:num_asked]]
+
+    def beam_search(
+        self,
+        prompt: str | bytes,
+        width: int = 4,
+        *,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
+        """Return the `width` likeliest continuations that a search of that width finds, best first.
+
+        They are ranked by sum of log-probabilities / length ** length_penalty; `logprobs` has them token by token.
+
+        Raises:
+            RequestError: an option that is not allowed, a prompt that cannot be served, or too many beams for the pool.
+            ValueError: an empty `cache_salt`, or text with lone surrogates.
+        """
+        namespace = Namespace(model=self.model.revision, salt=cache_salt)
+        tokenizer, packed = self.model.tokenizer, self._encode(prompt)
+        ends = frozenset(tokenizer.eos_token_ids)
+        search = BeamSearch(
+            self._engine.executor,
+            self._engine.manager,
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            end_token_ids=ends,
+        )
+        self._engine.validate(Request("beam", packed, SamplingParams(max_tokens=max_tokens), namespace))
+        num_cached_tokens, beams = search.run(packed, namespace)
+        return [
+            Completion(
+                num_prompt_tokens=len(packed) // TOKEN_BYTES,
+                num_cached_tokens=num_cached_tokens,
+                token_ids=beam.token_ids,
+                text=tokenizer.decode(beam.token_ids[:-1] if beam.has_ended else beam.token_ids),
+                finish_reason="stop" if beam.has_ended else "length",
+                logprobs=tuple(map(TokenLogprob, beam.token_ids, beam.logprobs)),
+            )
+            for beam in beams
+        ]
 
     def chat(
         self,

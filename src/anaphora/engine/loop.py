@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from anaphora.cache.manager import KVCacheManager
+    from anaphora.cache.sequence import Sequence
     from anaphora.engine.executor import Executor
     from anaphora.engine.order import QueueOrderChoice
     from anaphora.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
@@ -372,7 +373,10 @@ class Engine:
         Raises whatever the executor does.
         """
         tables = [span.live.sequence.block_table for span in scheduled]
-        batch = Batch([_to_span(span) for span in scheduled], shared_prefixes(tables, self._manager.block_size))
+        batch = Batch(
+            [span_of(live.sequence, start, num) for live, start, num in scheduled],
+            shared_prefixes(tables, self._manager.block_size),
+        )
         copies = self._manager.take_copies()
         started = self._clock()
         try:
@@ -480,17 +484,17 @@ class Engine:
         )
 
 
-def _to_span(scheduled: ScheduledSpan) -> Span:
-    live, start, num_tokens = scheduled
-    sequence = live.sequence
-    adapter = live.request.namespace.adapter
+def span_of(sequence: Sequence, start: int, num_tokens: int) -> Span:
+    """Return the executor's span of so many tokens; with a row of logits if it reaches the last known token."""
+    end = start + num_tokens
+    adapter = sequence.namespace.adapter
     # A copy: a view of the sequence's tokens would keep it from growing.
-    tokens = sequence.tokens[start * TOKEN_BYTES : (start + num_tokens) * TOKEN_BYTES]
+    tokens = sequence.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
     return Span(
         tokens=np.frombuffer(tokens, dtype=np.int32),
         start=start,
         block_tables=sequence.block_tables,
-        num_logits=int(scheduled.is_complete),
+        num_logits=int(end == sequence.num_tokens),
         adapter=None if adapter is None else adapter.digest,
     )
 
