@@ -188,7 +188,7 @@ class BeamSearch:
         if len(ended) < self._width:
             return False
         ended.sort(key=lambda beam: -beam.score)
-        longest = float(self._max_tokens) ** self._length_penalty
+        longest: float = self._max_tokens**self._length_penalty
         best_to_come = max(sum(beam.logprobs) for beam in live) / longest
         return best_to_come <= ended[self._width - 1].score
 
