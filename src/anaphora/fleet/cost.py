@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from anaphora.fleet.view import Decision, ReplicaView, RequestView, Score
 
@@ -38,6 +38,7 @@ class CostPolicy:
     tolerance_s: float = 0.001
     max_candidates: int = 64
     num_fallbacks: int = 3
+    session_header: ClassVar[str | None] = None
 
     def decide(self, request: RequestView, replicas: Sequence[ReplicaView], rng: random.Random) -> Decision:
         """Return the choice among `replicas`, all of which could take the request. Changes nothing."""
@@ -61,6 +62,9 @@ class CostPolicy:
             tuple(score for score, _ in order),
             _reason(request, choice, [replica for _, replica in order], len(finalists)),
         )
+
+    def sent(self, decision: Decision, replica: str) -> None:
+        """A request went to a replica: nothing to remember, prices see it."""
 
     def price(self, request: RequestView, replica: ReplicaView) -> Score:
         """Return what sending `request` to `replica` costs, in seconds, with its parts."""

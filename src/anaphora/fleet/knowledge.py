@@ -22,6 +22,7 @@ APPROXIMATE = "APPROXIMATE"
 """The medium of what our own decisions say of a replica whose events are known in part."""
 SPECULATIVE = "SPECULATIVE"
 """The medium of blocks that a request on its way will leave behind."""
+DEFAULT_SPECULATIVE_TTL_S = 120.0
 DEFAULT_NUM_BLOCKS = 4096
 """Blocks of a replica that does not say how many it has."""
 
@@ -83,7 +84,9 @@ class FleetKnowledge:
     clock: returns seconds, and never goes back.
     """
 
-    def __init__(self, index: FleetIndex, clock: Callable[[], float], *, speculative_ttl_s: float = 120.0) -> None:
+    def __init__(
+        self, index: FleetIndex, clock: Callable[[], float], *, speculative_ttl_s: float = DEFAULT_SPECULATIVE_TTL_S
+    ) -> None:
         self.index = index
         self._clock = clock
         self._speculative_ttl_s = speculative_ttl_s

@@ -22,6 +22,9 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas-file", type=Path, metavar="FILE", help="the same, a replica a line; read again when it changes"
     )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="an EndpointPickerConfig of llm-d, instead of prices in seconds"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any (default: %(default)s)")
     parser.add_argument(
@@ -56,8 +59,8 @@ def _run(args: argparse.Namespace) -> int:
     from anaphora.router.route import RouteError, RouteOptions, parse_replica, route
     from anaphora.server.run import ListenError
 
-    if not args.replica and args.replicas_file is None:
-        return _fail("route needs --replica URL or --replicas-file FILE", code=2)
+    if not args.replica and args.replicas_file is None and args.config is None:
+        return _fail("route needs --replica URL, --replicas-file FILE or --config FILE", code=2)
     for name, value in (("--block-size", args.block_size), ("--max-running", args.max_running)):
         if value < 1:
             return _fail(f"{name}: expected a whole number from 1 up, got {value}", code=2)
@@ -86,6 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         is_shadow=args.shadow,
         binds_salts=args.bind_salts,
         salt_secret=secret,
+        config=args.config,
     )
     try:
         return route(options)

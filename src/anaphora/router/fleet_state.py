@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anaphora.fleet.index import DEFAULT_MAX_BYTES, FleetIndex, prefix_namespace
-from anaphora.fleet.knowledge import DEFAULT_NUM_BLOCKS, FleetKnowledge, Visit
+from anaphora.fleet.knowledge import DEFAULT_NUM_BLOCKS, DEFAULT_SPECULATIVE_TTL_S, FleetKnowledge, Visit
 from anaphora.fleet.load import believed_speed, pooled_speed
 from anaphora.fleet.view import Decision, ReplicaView, RequestView
 from anaphora.router.replica import Replica, ReplicaSpec, serving
@@ -32,6 +32,15 @@ class Policy(Protocol):
 
     def decide(self, request: RequestView, replicas: Sequence[ReplicaView], rng: random.Random) -> Decision:
         """Return the choice."""
+        ...
+
+    def sent(self, decision: Decision, replica: str) -> None:
+        """A request went to a replica."""
+        ...
+
+    @property
+    def session_header(self) -> str | None:
+        """Where clients say which replica their session was on; None if nobody asks."""
         ...
 
 
@@ -73,6 +82,7 @@ class Routed:
             "fallbacks": list(decision.replicas[1:]),
             "reason": decision.reason,
             "policy": decision.profile,
+            "prefill_replica": decision.prefill,
             "decided_in_us": round(self.decided_s * 1e6, 1),
             "sent_to": self.sent_to,
             "attempts": [{"replica": name, "outcome": outcome} for name, outcome in self.attempts],
@@ -116,13 +126,18 @@ class Fleet:
         num_blocks: int = DEFAULT_NUM_BLOCKS,
         max_running: int = 64,
         index_bytes: int = DEFAULT_MAX_BYTES,
+        speculative_ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.policy = policy
         self.clock = clock
         self.replicas: dict[str, Replica] = {}
-        self.knowledge = FleetKnowledge(FleetIndex(block_size, max_bytes=index_bytes), clock)
+        self.knowledge = FleetKnowledge(
+            FleetIndex(block_size, max_bytes=index_bytes),
+            clock,
+            speculative_ttl_s=DEFAULT_SPECULATIVE_TTL_S if speculative_ttl_s is None else speculative_ttl_s,
+        )
         self.explained: OrderedDict[str, Routed] = OrderedDict()
         self.on_lost: Callable[[Replica], None] | None = None
         self._rng = rng or random.Random()
@@ -207,6 +222,7 @@ class Fleet:
         """The request is sent to a replica."""
         replica = self.replicas[name]
         replica.breaker.try_one()
+        self.policy.sent(routed.decision, name)
         uncached = max(routed.prompt.num_tokens - routed.predicted_tokens(name), 1)
         flight = replica.load.depart(uncached, self.clock())
         return Trip(self, replica, flight, self.knowledge.send(name, routed.prompt.tokens, routed.namespace))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from anaphora.fleet.scorers import session_token
 from anaphora.router.prompt import PromptBody, PromptSource, read_body
 from anaphora.router.upstream import BadRequestError, RawHeaders, Upstream, UpstreamError, end_to_end
 from anaphora.router.usage import UsageReader
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _RETRYABLE = frozenset({429, 502, 503, 504})
 _PRIVATE = b"x-anaphora-"
-_SESSION = b"x-anaphora-session"
+_PREFILLER = b"x-prefiller-host-port"
 
 
 class ClientGoneError(Exception):
@@ -95,7 +96,8 @@ class Proxy:
         else:
             prompt = self._prompts.prompt(prompt_fields)
         salt = prompt_fields.cache_salt if isinstance(prompt_fields.cache_salt, str) else None
-        session = headers.get(_SESSION, b"").decode("latin-1") or None
+        header = self._fleet.policy.session_header
+        session = headers.get(header.lower().encode(), b"").decode("latin-1") if header else None
         routed = self._fleet.decide(prompt_fields.model, prompt, salt, session)
         self._metrics.decision_s.observe(routed.decided_s)
         if scope["path"].startswith("/v1"):
@@ -104,6 +106,8 @@ class Proxy:
 
     async def _send(self, scope: Scope, body: bytes, routed: Routed, client: _Client, started: float) -> None:
         headers = _request_headers(scope)
+        if routed.decision.prefill is not None:
+            headers.append((_PREFILLER, routed.decision.prefill.encode()))
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         method = scope["method"].encode()
         problem: UpstreamError | None = None
@@ -192,6 +196,8 @@ class Proxy:
             (b"x-anaphora-predicted-cached-tokens", b"%d" % routed.predicted_tokens(name)),
             (b"x-anaphora-tokens", b"exact" if routed.prompt.is_exact else b"estimated"),
         ]
+        if self._fleet.policy.session_header:
+            told.append((self._fleet.policy.session_header.lower().encode(), session_token(name).encode()))
         if not self._steers:
             told.append((b"x-anaphora-shadow-replica", (routed.decision.replica or "").encode()))
         theirs = [(key, value) for key, value in answer.headers if not key.startswith(_PRIVATE)]
@@ -295,7 +301,7 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 def _request_headers(scope: Scope) -> RawHeaders:
-    drop = {b"host", b"content-length", b"expect"}
+    drop = {b"host", b"content-length", b"expect", _PREFILLER}
     headers = [
         (name, value)
         for name, value in end_to_end(scope["headers"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from anaphora.fleet.index import DEFAULT_MAX_BYTES
 from anaphora.fleet.knowledge import DEFAULT_NUM_BLOCKS
 from anaphora.router.app import RouterApp
 from anaphora.router.fleet_state import Fleet
+from anaphora.router.llmd.config import ConfigError, Discovery, PickerConfig, load_config, with_events
 from anaphora.router.metrics import Metrics
 from anaphora.router.probing import Prober
 from anaphora.router.prompt import ModelPrompts, PromptSource, TextEstimate
@@ -41,6 +42,7 @@ class RouteOptions:
     """What to route to, and how.
 
     replicas_file: one replica a line (URL, then options like kv-events=tcp://...), read again whenever it changes.
+    config: an EndpointPickerConfig of llm-d; without it requests go where they cost least time.
     model: a path, for exact tokens; without it the text is estimated.
     """
 
@@ -61,6 +63,7 @@ class RouteOptions:
     is_shadow: bool = False
     binds_salts: bool = False
     salt_secret: bytes | None = None
+    config: Path | None = None
 
 
 def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | None = None) -> RouterApp:
@@ -68,13 +71,28 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
 
     Raises RouteError for a file of replicas that cannot be read.
     """
-    fleet = Fleet(
-        policy or CostPolicy(),
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        max_running=options.max_running,
-        index_bytes=options.index_bytes,
-    )
+    specs = list(options.replicas)
+    discovery: Discovery | None = None
+    if options.config is None:
+        fleet = Fleet(
+            policy or CostPolicy(),
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            max_running=options.max_running,
+            index_bytes=options.index_bytes,
+        )
+    else:
+        config = _load_config(options.config)
+        specs = [with_events(spec, config) for spec in specs]
+        discovery = config.discovery
+        fleet = Fleet(
+            config.policy,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_running=options.max_running,
+            index_bytes=config.index_bytes or options.index_bytes,
+            speculative_ttl_s=config.speculative_ttl_s,
+        )
     upstream = Upstream(connect_s=options.connect_s, first_byte_s=options.first_byte_s, idle_s=options.idle_s)
     metrics = Metrics(fleet)
     salt_secret = (options.salt_secret or secrets.token_bytes(32)) if options.binds_salts else None
@@ -83,13 +101,17 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         body_limit_bytes=options.body_limit_bytes, salt_secret=salt_secret, steers=not options.is_shadow,
     )  # fmt: skip
     background: list[Callable[[], Awaitable[None]]] = [Prober(fleet, upstream, options.probe_s).run]
-    specs = list(options.replicas)
     if options.replicas_file is not None:
-        file = _ReplicasFile(options.replicas_file, options.replicas, fleet)
-        specs += file.read()
+        file = _WatchedFile(options.replicas_file, _read_replicas, specs, fleet)
+        specs = [*specs, *file.read()]
         background.append(file.watch)
+    elif discovery is not None:
+        file = _WatchedFile(discovery.path, discovery.read, specs, fleet)
+        specs = [*specs, *file.read()]
+        if discovery.is_watched:
+            background.append(file.watch)
     fleet.reconcile(specs)
-    if options.replicas_file is not None or any(spec.kv_events for spec in specs):
+    if options.replicas_file is not None or discovery is not None or any(spec.kv_events for spec in specs):
         background.append(_follower(fleet).run)
     return RouterApp(fleet, proxy, metrics, upstream, background)
 
@@ -123,6 +145,13 @@ def prompt_source(model: str | None) -> PromptSource:
     return ModelPrompts(*load_text_side(Path(model)))
 
 
+def _load_config(path: Path) -> PickerConfig:
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise RouteError(f"{path}: {error}") from None
+
+
 def _follower(fleet: Fleet) -> Follower:
     from anaphora.router.following import Follower  # noqa: PLC0415 - needs pyzmq, which approximations do not
 
@@ -130,7 +159,9 @@ def _follower(fleet: Fleet) -> Follower:
 
 
 def parse_replicas(text: str) -> list[ReplicaSpec]:
-    """Read one replica a line: `URL [kv-events=ENDPOINT] [kv-replay=ENDPOINT] [topic=TEXT]`; # begins a comment.
+    """Read one replica a line, `URL [kv-events=ENDPOINT] [kv-replay=ENDPOINT] [topic=TEXT] [label:NAME=TEXT]`.
+
+    What follows a # is a comment.
 
     Raises ValueError with the line's number.
     """
@@ -150,19 +181,30 @@ def parse_replica(words: list[str]) -> ReplicaSpec:
     """Read a URL and its options. Raises ValueError."""
     url, *rest = words
     options: dict[str, str | None] = {}
+    labels: list[tuple[str, str]] = []
     for word in rest:
         name, equals, value = word.partition("=")
-        if name not in {"kv-events", "kv-replay", "topic"} or not equals:
-            raise ValueError(f"expected kv-events=..., kv-replay=... or topic=..., got {word[:100]!r}")
-        options[name.replace("-", "_")] = value
-    return ReplicaSpec.of(url, **options)
+        if equals and name.startswith("label:"):
+            labels.append((name.removeprefix("label:"), value))
+        elif equals and name in {"kv-events", "kv-replay", "topic"}:
+            options[name.replace("-", "_")] = value
+        else:
+            raise ValueError(f"expected kv-events=, kv-replay=, topic= or label:NAME=, got {word[:100]!r}")
+    return replace(ReplicaSpec.of(url, **options), labels=tuple(labels))
 
 
-class _ReplicasFile:
-    """The file of replicas; a fault in it leaves the fleet as it was."""
+def _read_replicas(path: Path) -> list[ReplicaSpec]:
+    return parse_replicas(path.read_text(encoding="utf-8"))
 
-    def __init__(self, path: Path, fixed: tuple[ReplicaSpec, ...], fleet: Fleet) -> None:
+
+class _WatchedFile:
+    """A file of replicas; a fault in it leaves the fleet as it was."""
+
+    def __init__(
+        self, path: Path, read: Callable[[Path], list[ReplicaSpec]], fixed: list[ReplicaSpec], fleet: Fleet
+    ) -> None:
         self._path = path
+        self._read = read
         self._fixed = fixed
         self._fleet = fleet
         self._seen: tuple[int, int] | None = None
@@ -171,7 +213,7 @@ class _ReplicasFile:
         try:
             state = self._path.stat()
             self._seen = (state.st_mtime_ns, state.st_size)
-            return parse_replicas(self._path.read_text(encoding="utf-8"))
+            return self._read(self._path)
         except (OSError, ValueError) as error:
             raise RouteError(f"{self._path}: {error}") from None
 

@@ -1,0 +1,1 @@
+"""llm-d's configuration files and block keys."""
