@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anaphora.lab.commands.live import explain_metrics, explain_url
 from anaphora.lab.commands.options import add_log, capacity, fail, note, note_report, open_log, positive, share
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-cached", type=price, metavar="USD", help="for 1M cached tokens (default: 0)")
     parser.add_argument("--rules", type=Path, metavar="FILE.toml", help="overrides the table of providers and prices")
     parser.add_argument("--prefill-rate", type=positive, metavar="N", help="tokens a second, for milliseconds lost")
+    parser.add_argument("--interval", type=float, default=0.0, metavar="S",
+                        help="for a URL: scrape twice, so far apart, and tell the present rate")  # fmt: skip
+    parser.add_argument("--since", type=Path, metavar="FILE", help="for a file of metrics: an earlier scrape")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="offenders to list (default: 10)")
     parser.add_argument("--fail-under", type=share, metavar="SHARE", help="exit with 3 if the hit rate is below it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -67,10 +71,12 @@ def _explain(args: argparse.Namespace) -> int:
 
     try:
         if args.log.startswith(("http://", "https://")):
-            return fail(f"{args.log}: give a file")
+            code, rate = explain_url(args, args.log)
+            return code or _judge(args.fail_under, rate)
         log, encoder = open_log(args)
         if log.format.name == "prometheus":
-            return fail(f"{args.log}: Prometheus text has no requests")
+            code, rate = explain_metrics(args)
+            return code or _judge(args.fail_under, rate)
         requests = list(islice(log.requests(), args.limit))
         note_report(log.report)
         return _explain_requests(args, requests, encoder, log.report)

@@ -22,7 +22,7 @@ _QUERIES = (
     "vllm:gpu_prefix_cache_queries_total",
     "vllm:gpu_prefix_cache_queries",
     "sglang:prompt_tokens_total",
-    "anaphora_prefix_cache_query_tokens_total",
+    "anaphora_prompt_tokens_total",
 )
 _HITS = (
     "vllm:prefix_cache_hits_total",
@@ -30,16 +30,22 @@ _HITS = (
     "vllm:gpu_prefix_cache_hits_total",
     "vllm:gpu_prefix_cache_hits",
     "sglang:cached_tokens_total",
-    "anaphora_prefix_cache_hit_tokens_total",
+    "anaphora_cached_tokens_total",
 )
-_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "anaphora_kv_usage_ratio")
 _PREEMPTIONS = (
     "vllm:num_preemptions_total",
     "vllm:num_preemptions",
     "sglang:num_retracted_requests_total",
     "anaphora_preemptions_total",
 )
-_PROMPT = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
+_PROMPT = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "anaphora_prompt_tokens_total")
+_REQUESTS = (
+    "vllm:request_success_total",
+    "vllm:time_to_first_token_seconds_count",
+    "sglang:num_requests_total",
+    "anaphora_requests_total",
+)
 GAUGES_PER_BATCH = ("sglang:cache_hit_rate",)
 """Gauges that tell of the last batch alone, and are often 0 on a server that hits well."""
 
@@ -58,6 +64,7 @@ class Metrics:
     usage: float | None
     preemptions: float | None
     prompt_tokens: float | None
+    num_requests: float | None
     labels: dict[str, dict[str, str]]
 
     @property
@@ -109,6 +116,7 @@ def read_metrics(numbered: Iterable[tuple[int, str]], report: ReadReport) -> Met
         usages[0] if usages else None,
         _first(samples, _PREEMPTIONS),
         _first(samples, _PROMPT),
+        _first(samples, _REQUESTS),
         labels,
     )
 

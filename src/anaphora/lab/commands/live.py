@@ -1,0 +1,74 @@
+"""`anaphora explain URL`, and of a file with a server's metrics."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from anaphora.lab.commands.options import note
+
+if TYPE_CHECKING:
+    import argparse
+
+    from anaphora.lab.importers.prometheus import Metrics
+    from anaphora.lab.live.diagnosis import Diagnosis
+
+
+def explain_url(args: argparse.Namespace, url: str) -> tuple[int, float | None]:
+    """Ask a live server; print what was found. The exit code, and the hit rate if it is known. Raises LogError."""
+    from anaphora.lab.live.diagnosis import diagnose
+    from anaphora.lab.live.server import fetch_config, fetch_metrics
+
+    root = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics").rstrip("/")
+    earlier = fetch_metrics(root) if args.interval else None
+    if args.interval:
+        note(f"waiting {args.interval:g} s for a second scrape")
+        time.sleep(args.interval)
+    metrics = fetch_metrics(root)
+    found = diagnose(metrics, fetch_config(root, metrics), earlier)
+    return _show(args, root, found, metrics, earlier)
+
+
+def explain_metrics(args: argparse.Namespace) -> tuple[int, float | None]:
+    """The same of a scrape in a file. Raises LogError."""
+    from anaphora.lab.importers.source import open_log
+    from anaphora.lab.live.diagnosis import diagnose
+    from anaphora.lab.live.server import config_of, parse_metrics
+
+    with open_log(args.log) as stream:
+        metrics = parse_metrics(stream.read())
+    earlier = None
+    if args.since is not None:
+        with open_log(args.since) as stream:
+            earlier = parse_metrics(stream.read())
+    return _show(args, str(args.log), diagnose(metrics, config_of(metrics), earlier), metrics, earlier)
+
+
+def _show(
+    args: argparse.Namespace, name: str, found: Diagnosis, metrics: Metrics | None, earlier: Metrics | None
+) -> tuple[int, float | None]:
+    rate = None
+    if metrics is not None:
+        now = metrics.rate_since(earlier) if earlier is not None else None
+        rate = now if now is not None else metrics.hit_rate
+    if args.json:
+        values = {"server": name, "cause": found.cause, "text": found.text, "fix": found.fix}
+        print(json.dumps(values | {"facts": found.facts, "notes": found.notes}, indent=2))
+        return 0, rate
+    width = max(len(label) for label in found.facts)
+    print(f"{name}\n")
+    for label, value in found.facts.items():
+        print(f"{label.ljust(width)}  {_spelled(label, value)}")
+    print(f"\n{found.cause}: {found.text}.\nWhat to do: {found.fix}.")
+    for text in found.notes:
+        print(f"Note: {text}.")
+    return 0, rate
+
+
+def _spelled(label: str, value: float | int | str | bool | None) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, str):
+        return value
+    return f"{value:.2%}" if "rate" in label or "in use" in label else f"{value:,.0f}"

@@ -1,0 +1,1 @@
+"""A live server's own word: its metrics and configuration, and the one cause that they name."""
