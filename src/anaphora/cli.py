@@ -67,10 +67,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--body-limit", type=_size, default=8 * 2**20, metavar="SIZE", help="longest request body (default: 8MiB)"
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
-    parser.add_argument(
-        "--kv-events", metavar="ENDPOINT", help="publish KV events in vLLM's form, say tcp://*:5557, for routers"
-    )
-    parser.add_argument("--kv-replay", metavar="ENDPOINT", help="where they can be asked for again, say tcp://*:5558")
     parser.add_argument("--demo", action="store_true", help="hold a short conversation first, and show what was reused")
     parser.add_argument("--exit-after-demo", action="store_true", help="stop after the demo; needs --demo")
 
@@ -152,8 +148,6 @@ def _serve(args: argparse.Namespace) -> int:
         uses_cache=not args.no_prefix_caching,
         has_demo=args.demo,
         exits_after_demo=args.exit_after_demo,
-        kv_events=args.kv_events,
-        kv_replay=args.kv_replay,
     )
     try:
         return serve(options)

@@ -16,7 +16,7 @@ from anaphora.fleet.view import Decision, ReplicaView, RequestView
 from anaphora.router.replica import Replica, ReplicaSpec, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     from anaphora.fleet.load import Flight
     from anaphora.identity import Namespace
@@ -183,22 +183,11 @@ class Fleet:
 
     # Deciding
 
-    def decide(
-        self,
-        model: object,
-        prompt: Prompt,
-        salt: str | None,
-        session: str | None = None,
-        allowed: Container[str] | None = None,
-    ) -> Routed:
+    def decide(self, model: object, prompt: Prompt, salt: str | None, session: str | None = None) -> Routed:
         """Choose replicas for a prompt; changes nothing but the table of explanations. Cost: tens of microseconds."""
         started = time.perf_counter()
         now = self.clock()
-        able = [
-            replica
-            for replica in self.replicas.values()
-            if replica.can_take(now) and (allowed is None or replica.name in allowed)
-        ]
+        able = [replica for replica in self.replicas.values() if replica.can_take(now)]
         candidates = serving(able, model)
         adapter = _adapter(candidates, model)
         namespace = prefix_namespace("", adapter, salt)

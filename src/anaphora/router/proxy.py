@@ -18,7 +18,7 @@ from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Container
+    from collections.abc import Awaitable
 
     from starlette.types import Receive, Scope, Send
 
@@ -83,11 +83,8 @@ class Proxy:
             self._metrics.streams.dec()
             gone.cancel()
 
-    async def route(self, scope: Scope, body: bytes, *, allowed: Container[str] | None = None) -> tuple[Routed, bytes]:
-        """Return the decision for a request, and the body to send.
-
-        scope: `headers` and `path` are read. allowed: names of the replicas that may be chosen; None: all.
-        """
+    async def route(self, scope: Scope, body: bytes) -> tuple[Routed, bytes]:
+        """Return the decision for a request, and the body to send. Raises ApiError."""
         fields = read_body(body) if body else None
         headers = dict(scope["headers"])
         if fields is not None and self._salt_secret is not None:
@@ -101,7 +98,7 @@ class Proxy:
         salt = prompt_fields.cache_salt if isinstance(prompt_fields.cache_salt, str) else None
         header = self._fleet.policy.session_header
         session = headers.get(header.lower().encode(), b"").decode("latin-1") if header else None
-        routed = self._fleet.decide(prompt_fields.model, prompt, salt, session, allowed)
+        routed = self._fleet.decide(prompt_fields.model, prompt, salt, session)
         self._metrics.decision_s.observe(routed.decided_s)
         if scope["path"].startswith("/v1"):
             self._fleet.remember(routed)

@@ -15,14 +15,11 @@ from anaphora.server.body import DEFAULT_LIMIT_BYTES
 from anaphora.server.client import ServerError, TimingClient
 from anaphora.server.demo import run_demo
 from anaphora.server.loading import load_engine
-from anaphora.server.run import SHUTDOWN_GRACE_S, ListenError, Server, bind, url_of
+from anaphora.server.run import SHUTDOWN_GRACE_S, Server, bind, url_of
 from anaphora.server.served_model import ServedModel
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from anaphora.cache.events import Event
     from anaphora.engine.loop import Engine
 
 
@@ -32,7 +29,6 @@ class ServeOptions:
 
     model: as `load_model` takes it, None for the default model. engine: as `build_engine` takes it.
     uses_cache: whether requests read and write the prefix cache.
-    kv_events, kv_replay: addresses to bind, where KV events are published in vLLM's form, and asked for again.
     has_demo: hold a scripted conversation once the server is up; exits_after_demo: and stop after it.
     """
 
@@ -44,8 +40,6 @@ class ServeOptions:
     uses_cache: bool = True
     has_demo: bool = False
     exits_after_demo: bool = False
-    kv_events: str | None = None
-    kv_replay: str | None = None
 
 
 def serve(options: ServeOptions) -> int:
@@ -60,16 +54,11 @@ def serve(options: ServeOptions) -> int:
     sock = bind(options.host, options.port)  # before anything slow
     with sock:
         url = url_of(sock)
-        on_events = _publisher(options)
-        engine_options = options.engine if on_events is None else {**options.engine, "events": True}
-        model, engine = load_engine(options.model, engine_options)
+        model, engine = load_engine(options.model, options.engine)
         served = ServedModel.of(model, engine)
         del model  # the executor has what it needs of the weights
         api = OpenAIServer(
-            EngineService(engine, on_events),
-            served,
-            body_limit_bytes=options.body_limit_bytes,
-            uses_cache=options.uses_cache,
+            EngineService(engine), served, body_limit_bytes=options.body_limit_bytes, uses_cache=options.uses_cache
         )
         demo = _Demo(url, served.name, exits=options.exits_after_demo)
 
@@ -86,20 +75,6 @@ def serve(options: ServeOptions) -> int:
         server.run(sockets=[sock])
     _say("\nStopped.")
     return int(demo.has_failed and options.exits_after_demo)
-
-
-def _publisher(options: ServeOptions) -> Callable[[list[Event]], None] | None:
-    if options.kv_events is None:
-        return None
-    from anaphora.wire import VllmEventFormat  # noqa: PLC0415 - the publisher needs pyzmq, which few servers do
-    from anaphora.wire.publisher import EventPublisher  # noqa: PLC0415
-
-    try:
-        publisher = EventPublisher(options.kv_events, options.kv_replay)
-    except ValueError as error:
-        raise ListenError(f"KV events: {error}") from None
-    form = VllmEventFormat()
-    return lambda events: publisher.publish(form.encode(events, time.time()))
 
 
 class _Demo:

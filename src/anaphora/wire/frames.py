@@ -48,3 +48,7 @@ class Frames(NamedTuple):
         except UnicodeDecodeError as error:
             raise WireError(f"frames: the topic is no UTF-8: {error.reason} at byte {error.start}") from None
         return cls(name, int.from_bytes(sequence, "big"), payload)
+
+
+END_OF_REPLAY = Frames("", _END_OF_REPLAY, b"")
+"""The marker after the last replayed batch."""

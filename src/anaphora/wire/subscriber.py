@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _POLL_MS = 50
 _REPLAY_TIMEOUT_S = 5.0
 _MAX_QUEUED = 100_000
+DEFAULT_CHECK_S = 10.0
+
+# What stands in the queue besides messages, in its place among them.
+_DOUBT: list[bytes] = [b"doubt"]
+_ASKED: list[bytes] = [b"asked"]
 
 
 @dataclass(slots=True)
@@ -36,6 +41,9 @@ class _Source:
     replay: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     is_cut: bool = False
+    is_known: bool = False
+    """Whether there was a connection before."""
+    heard: float = 0.0
     round: int = 0
     """Which AskReplay is the last one; answers to earlier ones count no more."""
     answering: int = 0
@@ -50,10 +58,13 @@ class EventSubscriber:
     the caller's, with `take`. Batches that do not fit into the queue are dropped, which the sequence then notices.
 
     on_ready: called from the thread when the queue has something, once until the next `take`.
+    check_s: a publisher that is silent for so many seconds is asked whether that is so: the last messages before a
+        silence are lost without a sign.
     """
 
-    def __init__(self, on_ready: Callable[[], object]) -> None:
+    def __init__(self, on_ready: Callable[[], object], *, check_s: float = DEFAULT_CHECK_S) -> None:
         self._on_ready = on_ready
+        self._check_s = check_s
         self._context = zmq.Context()
         self._queue: deque[tuple[_Source, list[bytes] | None, int | None]] = deque()
         self._orders: deque[Callable[[], None]] = deque()
@@ -98,6 +109,12 @@ class EventSubscriber:
         if source is not None:
             self._do(source, source.sequence.start())
 
+    def is_settled(self, key: str) -> bool:
+        """Whether the publisher is there, nothing is being asked for, and all that came was taken. Call it from the
+        thread that calls `take`."""
+        source = self._sources.get(key)
+        return source is not None and not (source.is_cut or source.sequence.is_asking or self._queue)
+
     def take(self, max_messages: int = 1000) -> list[tuple[str, Action]]:
         """Return what happened, by key, in order; [] if nothing is left. Call it from one thread."""
         self._is_told = False
@@ -111,8 +128,11 @@ class EventSubscriber:
             sequence = source.sequence
             if parts is None:
                 new = sequence.end_replay()
-            elif not parts:
+            elif parts is _DOUBT:
                 new = sequence.reconnected()
+            elif parts is _ASKED:
+                sequence.asked()
+                continue
             else:
                 try:
                     frames = Frames.from_parts(parts)
@@ -147,6 +167,10 @@ class EventSubscriber:
                 if source.replay is not None and now > source.replay_deadline:
                     self._close_replay(source)
                     self._put(source, None, source.answering)
+                is_silent = now - source.heard > self._check_s and source.replay is None and not source.is_cut
+                if is_silent and source.socket is not None and source.replay_endpoint is not None:
+                    source.heard = now
+                    self._put(source, _DOUBT, None)
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         source = next((s for s in list(self._sources.values()) if socket in {s.socket, s.replay, s.monitor}), None)
@@ -155,30 +179,43 @@ class EventSubscriber:
         if socket is source.monitor:
             self._watch(source)
             return
-        is_replay = socket is source.replay
+        source.heard = time.monotonic()
+        if socket is source.socket:
+            self._drain_live(source, socket)
+            return
         while True:
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
-            if is_replay:
-                source.replay_deadline = time.monotonic() + _REPLAY_TIMEOUT_S
-            self._put(source, parts, source.answering if is_replay else None)
-            if is_replay and len(parts) > 2 and not parts[-1] and parts[-2] == b"\xff" * SEQUENCE_BYTES:
+            source.replay_deadline = time.monotonic() + _REPLAY_TIMEOUT_S
+            self._put(source, parts, source.answering)
+            if len(parts) > 2 and not parts[-1] and parts[-2] == b"\xff" * SEQUENCE_BYTES:
                 self._close_replay(source)
                 return
 
+    def _drain_live(self, source: _Source, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            self._watch(source)  # before it: a message of the next connection comes after the word of that
+            self._put(source, parts, None)
+
     def _watch(self, source: _Source) -> None:
         assert source.monitor is not None
-        event = parse_monitor_message(source.monitor.recv_multipart())["event"]
-        if event == zmq.EVENT_DISCONNECTED:
-            source.is_cut = True
-        elif source.is_cut:
-            source.is_cut = False
-            self._put(source, [], None)  # in its place among the batches
+        while source.monitor.poll(0):
+            event = parse_monitor_message(source.monitor.recv_multipart())["event"]
+            source.is_cut = event == zmq.EVENT_DISCONNECTED
+            # At the first connection too: what was sent between the first replay and it came to nobody.
+            if not source.is_cut and (source.is_known or source.replay_endpoint is not None):
+                self._put(source, _DOUBT, None)
+            source.is_known = True
 
     def _put(self, source: _Source, parts: list[bytes] | None, asked: int | None) -> None:
-        if len(self._queue) < _MAX_QUEUED:
+        is_live = parts is not None and len(parts) > 1 and asked is None
+        if len(self._queue) < _MAX_QUEUED or not is_live:
             self._queue.append((source, parts, asked))
         self._tell()
 
@@ -188,6 +225,7 @@ class EventSubscriber:
             self._on_ready()
 
     def _open(self, source: _Source) -> None:
+        source.heard = time.monotonic()
         source.socket = self._context.socket(zmq.SUB)
         source.socket.set_hwm(_MAX_QUEUED)
         source.socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
@@ -213,6 +251,9 @@ class EventSubscriber:
         if source.replay_endpoint is None:
             self._put(source, None, asked)
             return
+        if source.socket is not None:
+            self._drain_live(source, source.socket)
+        self._put(source, _ASKED, asked)
         socket = source.replay = self._context.socket(zmq.DEALER)
         socket.set_hwm(_MAX_QUEUED)
         with contextlib.suppress(zmq.ZMQError):
