@@ -244,6 +244,14 @@ def test_a_namespace_with_nothing_waiting_does_not_queue_behind_the_rounds_of_an
     assert max(waits) > 30  # those who wait have been passed by often enough
 
 
+def test_accounts_of_namespaces_that_have_gone_are_forgotten() -> None:
+    fair = queue(FairOrder)
+    for i in range(10_000):
+        fair.push([1, 2, 3], f"user {i}")
+        fair.admit()
+    assert len(fair.order._credits) <= 4096  # type: ignore[attr-defined]
+
+
 def test_hits_are_free_so_a_namespace_that_reuses_its_prefix_gets_further_with_its_credit() -> None:
     fair = queue(FairOrder, quantum=22)
     for i in range(20):
@@ -251,6 +259,32 @@ def test_hits_are_free_so_a_namespace_that_reuses_its_prefix_gets_further_with_i
         fair.push([i, 2, 3, 4, 5, 6, 7, 8, 9, 9, i], "does not")
     served = [fair.admit().request.namespace.salt for _ in range(22)]
     assert served.count("reuses") > 2 * served.count("does not")
+
+
+@pytest.mark.parametrize("kind", ["fcfs", "lpm", "dfs", "fair"])
+def test_a_pass_over_ten_thousand_waiting_requests_looks_up_a_few_of_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = KVCacheManager(300, BLOCK)
+    crowd = Queue(new_order(kind, manager), manager)  # type: ignore[arg-type]
+    for i in range(10_000):
+        crowd.push([i % 100, 1, 2, 3, i % 100, i])
+    num_lookups = 0
+    lookup = manager.lookup
+
+    def counting(sequence: object) -> int:
+        nonlocal num_lookups
+        num_lookups += 1
+        return lookup(sequence)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manager, "lookup", counting)
+    most = 0
+    for _ in range(300):
+        before = num_lookups
+        assert crowd.order.peek() is not None
+        most = max(most, num_lookups - before)
+        crowd.admit()
+    assert most <= 3
 
 
 @pytest.mark.parametrize("kind", ["fcfs", "lpm", "dfs", "fair"])

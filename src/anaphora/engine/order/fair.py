@@ -34,6 +34,7 @@ DEFAULT_MAX_OVERTAKES = 256
 DEFAULT_SHARE = 0.5
 DEFAULT_QUANTUM = 8192
 """In tokens; some seconds of a small model on a CPU, a few steps on a GPU."""
+_MANY_ACCOUNTS = 4096
 
 
 class _Round:
@@ -71,6 +72,7 @@ class FairOrder:
         self._num_waiting: dict[Namespace, int] = {}
         self._credits: dict[Namespace, int] = {}
         """Of those that have less than a quantum, in tokens."""
+        self._crowded_from = _MANY_ACCOUNTS
         self._last_arrival = -1
         self._jumpers: set[LiveRequest] = set()
         """Who joined the round that is being served though later ones had begun."""
@@ -153,6 +155,10 @@ class FairOrder:
     def _pay(self, live: LiveRequest, num_tokens: int) -> None:
         namespace = live.request.namespace
         self._credits[namespace] = self._credits.get(namespace, self._quantum) - num_tokens
+        if len(self._credits) > self._crowded_from:
+            # Namespaces may be as many as users, so accounts are not kept for ever: everyone is given a quantum.
+            self._give(self._quantum)
+            self._crowded_from = max(_MANY_ACCOUNTS, 2 * len(self._credits))
 
     def _is_out_of_credit(self, live: LiveRequest) -> bool:
         return self._credits.get(live.request.namespace, self._quantum) <= 0
@@ -160,9 +166,13 @@ class FairOrder:
     def _refill(self, by_prefix: LongestPrefixOrder) -> None:
         """All of the round are out of credit: give everyone what the least indebted needs, in whole quanta."""
         highest = max(self._credits[namespace] for namespace in by_prefix.namespaces_passed_over())
-        given = (-highest // self._quantum + 1) * self._quantum
+        self._give((-highest // self._quantum + 1) * self._quantum)
+        by_prefix.reconsider()
+
+    def _give(self, num_tokens: int) -> None:
         # Nobody saves up: a full credit is a new one.
         self._credits = {
-            namespace: credit + given for namespace, credit in self._credits.items() if credit + given < self._quantum
+            namespace: credit + num_tokens
+            for namespace, credit in self._credits.items()
+            if credit + num_tokens < self._quantum
         }
-        by_prefix.reconsider()
