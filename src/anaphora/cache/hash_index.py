@@ -142,7 +142,7 @@ class HashIndex:
     def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
         """Every cached block that extends the last prefix."""
         run, position = hit.where[:2] if hit.where else (self._trie.roots.get(sequence.namespace), 0)
-        if run is None or not isinstance(self._trie.label(sequence, hit.num_blocks), bytes):
+        if run is None or not isinstance(sequence.label(hit.num_blocks, self._trie.width), bytes):
             return
         if position < run.num_blocks and run.content is None and run.columns[0][position]:
             width = self._trie.width
@@ -404,7 +404,7 @@ class HashIndex:
         require(self._trie.place(run, run.depth + position) == (run, position), "a place goes by two names")
         for at in range(sequence.num_indexed_blocks - 1, -1, -1):
             run, end = self._trie.place(run, at + 1)
-            require(self._trie.label(sequence, at) == self._trie.label_at(run, end - 1), "a prefix of other tokens")
+            require(sequence.label(at, self._trie.width) == self._trie.label_at(run, end - 1), "a prefix of other tokens")
             for table in tables:
                 has_name = self._named.runs[table[at]] is not None
                 require(not has_name or self._named.is_at(table[at], run, end - 1), "a block with another prefix")

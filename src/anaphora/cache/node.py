@@ -6,15 +6,13 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from anaphora.cache.segments import BlockContent
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from anaphora.cache.segments import Label
     from anaphora.identity import Namespace
 
 Key = bytes | bytearray
-Label = bytes | tuple[bytes, BlockContent]
 NO_KIDS: dict[Label, Node] = {}
 """What every leaf has for children; never written to."""
 

@@ -14,7 +14,6 @@ place (`_settle_duplicates`).
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from typing import TYPE_CHECKING
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.index import Hit
-    from anaphora.cache.node import Key, Label, LruOrder, Node
+    from anaphora.cache.node import Key, LruOrder, Node
     from anaphora.cache.residency import Residency
+    from anaphora.cache.segments import Label
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
     from anaphora.identity import BlockDigests, Namespace
@@ -110,7 +110,7 @@ class RadixIndex:
     def continuations(self, sequence: Sequence, hit: Hit) -> Iterable[tuple[bytes, int]]:
         """The next block of the last node, or the first ones of its children."""
         node: Node | None = hit.where or self._tree.lanes.get(sequence.namespace)
-        if node is None or not isinstance(self._label(sequence, hit.num_blocks), bytes):
+        if node is None or not isinstance(sequence.label(hit.num_blocks, self._tree.width), bytes):
             return
         num_matched = hit.num_blocks - node.depth
         if num_matched < len(node.blocks):
@@ -124,13 +124,7 @@ class RadixIndex:
 
     def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
         """Compare with what is remembered of evicted blocks: their depth and tokens, and the nodes above them."""
-        return self._tree.was_evicted(hit, partial(self._label, sequence), sequence.namespace)
-
-    def _label(self, sequence: Sequence, position: int) -> Label:
-        start = position * self._tree.width
-        first_block = bytes(sequence.tokens[start : start + self._tree.width])
-        content = sequence.segments.at(position)[0] if sequence.segments is not None else None
-        return first_block if content is None else (first_block, content)
+        return self._tree.was_evicted(hit, sequence)
 
     def namespaces(self) -> Iterable[Namespace]:
         """The lanes."""

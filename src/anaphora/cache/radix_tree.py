@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.node import Key, Label, LruOrder
+    from anaphora.cache.node import Key, LruOrder
     from anaphora.cache.residency import Residency
-    from anaphora.cache.segments import Segments
+    from anaphora.cache.segments import Label, Segments
+    from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
 
 Tokens = bytes | bytearray
@@ -354,18 +355,26 @@ class RadixTree:
 
     # -- what was evicted ------------------------------------------------------------------------------------------
 
-    def was_evicted(self, hit: Hit, labels: Callable[[int], Label], namespace: Namespace) -> bool:
-        """Whether the block after a hit is remembered as evicted; `labels` says what stands at a position."""
-        label = labels(hit.num_blocks)
+    def was_evicted(self, hit: Hit, sequence: Sequence) -> bool:
+        """Whether the block after a sequence's hit is remembered as evicted."""
+        label = sequence.label(hit.num_blocks, self.width)
         last: Node | None = hit.where
         if last is not None and hit.num_blocks == last.depth + len(last.blocks):
             size = len(last.blocks) * self.width
             if bytes(last.key[size : size + self.width]) == label:
                 return True
         return any(
-            depth == hit.num_blocks and ghost == label and _is_above(parent, labels, namespace)
+            depth == hit.num_blocks and ghost == label and self._is_above(parent, sequence)
             for depth, ghost, parent in self.ghosts
         )
+
+    def _is_above(self, node: Node | None, sequence: Sequence) -> bool:
+        """Whether the path to a node is the sequence's own, as far as first blocks tell."""
+        while node is not None and node.parent is not None:
+            if node.label != sequence.label(node.depth, self.width):
+                return False
+            node = node.parent
+        return isinstance(node, Root) and node.namespace == sequence.namespace
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
@@ -407,15 +416,6 @@ class RadixTree:
             require(order.num_blocks == num_blocks, "an order's count of blocks is wrong")
             require(not order.idle or not order.first().kids, "a node that is no leaf is to go next")
         require(num_evictable == self.num_evictable_blocks, "the count of evictable blocks is wrong")
-
-
-def _is_above(node: Node | None, labels: Callable[[int], Label], namespace: Namespace) -> bool:
-    """Whether the path to a node is the one that `labels` gives, as far as first blocks tell."""
-    while node is not None and node.parent is not None:
-        if node.label != labels(node.depth):
-            return False
-        node = node.parent
-    return isinstance(node, Root) and node.namespace == namespace
 
 
 def count_equal_blocks(tokens: Tokens, position: int, key: Buffer, limit: int, width: int) -> int:

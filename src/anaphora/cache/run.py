@@ -13,17 +13,14 @@ position for as long as it is cached.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from anaphora.cache.radix_tree import count_equal_blocks
 
 if TYPE_CHECKING:
-    from anaphora.cache.segments import BlockContent
+    from anaphora.cache.segments import BlockContent, Label
     from anaphora.identity import Namespace
-
-Label: TypeAlias = "bytes | tuple[bytes, BlockContent]"
-"""What tells a block from its siblings: its tokens, and its media if it has any."""
 
 CHECKSUM_STRIDE = 16
 """Blocks between the checksums that a run keeps."""

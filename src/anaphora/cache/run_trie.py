@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from anaphora.cache.index import require
-from anaphora.cache.run import NONE, Label, Root, Run
+from anaphora.cache.run import NONE, Root, Run
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as SequenceOf
 
+    from anaphora.cache.segments import Label
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import BlockDigests, Media, Namespace
 
@@ -53,16 +54,6 @@ class RunTrie:
             root = self.roots[namespace] = Root(namespace)
         return root
 
-    def label(self, sequence: Sequence, at: int) -> Label:
-        """Return the label of a sequence's block."""
-        start = at * self.width
-        tokens = bytes(sequence.tokens[start : start + self.width])
-        if sequence.segments is not None:
-            content, _ = sequence.segments.at(at)
-            if content is not None:
-                return tokens, content
-        return tokens
-
     def label_at(self, run: Run, position: int) -> Label:
         """Return the label of a run's block."""
         tokens = bytes(run.key[position * self.width : (position + 1) * self.width])
@@ -91,7 +82,7 @@ class RunTrie:
                         continue
             if position not in run.kids:
                 break
-            kid = run.kid(position, self.label(sequence, at))
+            kid = run.kid(position, sequence.label(at, self.width))
             if kid is None:
                 break
             run, position = kid, 0
@@ -112,7 +103,7 @@ class RunTrie:
                 spans.append(Span(run, position, last - run.depth))
                 break
             end = last if segments is None else min(last, segments.at(at)[1])
-            label = self.label(sequence, at)
+            label = sequence.label(at, self.width)
             key = tokens[at * width : end * width]
             if type(key) is bytes:
                 if end < len(tokens) // width and segments is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.identity import DEFAULT_NAMESPACE, extra_keys
 
@@ -31,6 +31,10 @@ class BlockContent:
         shift = num_blocks * self.block_size
         media = tuple(item._replace(offset=item.offset - shift) for item in self.media)
         return BlockContent(media, self.embeds, self.block_size)
+
+
+Label: TypeAlias = bytes | tuple[bytes, BlockContent]
+"""What tells a block from others that follow the same prefix: its tokens, and its media if it has any."""
 
 
 class Segments:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from anaphora.cache.segments import Segments
+    from anaphora.cache.segments import Label, Segments
     from anaphora.identity import Media, Namespace
 
 State = Literal["waiting", "running", "preempted", "finished"]
@@ -112,6 +112,12 @@ class Sequence:
         self.block_tables = [table]
         if num_groups > 1:
             self.block_tables += [array("i") for _ in range(1, num_groups)]
+
+    def label(self, position: int, width: int) -> Label:
+        """Return what tells the block at a position, of `width` bytes of tokens, from others in its place."""
+        tokens = bytes(self.tokens[position * width : (position + 1) * width])
+        content = None if self.segments is None else self.segments.at(position)[0]
+        return tokens if content is None else (tokens, content)
 
     def branch(self, num_blocks: int) -> Sequence:
         """Return a sequence like this one, with its first `num_blocks` blocks, of which the index knows nothing yet."""
