@@ -404,7 +404,8 @@ class HashIndex:
         require(self._trie.place(run, run.depth + position) == (run, position), "a place goes by two names")
         for at in range(sequence.num_indexed_blocks - 1, -1, -1):
             run, end = self._trie.place(run, at + 1)
-            require(sequence.label(at, self._trie.width) == self._trie.label_at(run, end - 1), "a prefix of other tokens")
+            label = sequence.label(at, self._trie.width)
+            require(label == self._trie.label_at(run, end - 1), "a prefix of other tokens")
             for table in tables:
                 has_name = self._named.runs[table[at]] is not None
                 require(not has_name or self._named.is_at(table[at], run, end - 1), "a block with another prefix")
