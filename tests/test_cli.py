@@ -18,6 +18,7 @@ import pytest
 from anaphora.cli import main
 from anaphora.version import __version__
 from tests.server.live_server import serving_fake
+from tests.server.test_concurrency import eventually
 from tests.tiny_models import write_gguf_model
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def test_ctrl_c_tells_of_the_requests_that_it_waits_for(tiny_model: Path) -> Non
         os.kill(process.pid, signal.SIGINT)
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("Stopping"))
-        assert line == "Stopping: 1 request has 5 s to finish; Ctrl-C again ends it now.\n"
+        assert line == "Stopping: 1 request has 30 s to finish; Ctrl-C again ends it now.\n"
         os.kill(process.pid, signal.SIGINT)
         assert "shutting_down" in list(lines)[-2]
         assert process.wait(10) == 0
@@ -298,3 +299,53 @@ def test_bench_of_a_server_loads_nothing_of_a_model() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert completed.stderr.startswith("anaphora: http://127.0.0.1:9: no list of models: ")
+
+
+def test_a_server_of_a_tiny_model_is_followed_traced_and_stopped(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from anaphora.wire import EventFollower, FindableNames
+    from anaphora.wire.subscriber import EventSubscriber
+
+    trace, any_port = tmp_path / "trace.json", "tcp://127.0.0.1:*"
+    options = ("--kv-events", any_port, "--kv-events-replay", any_port, "--trace", str(trace), "--log-format", "json")
+    body = {"model": "tiny", "prompt": list(range(10, 60)), "max_tokens": 1, "cache_salt": "a secret"}
+    names = FindableNames()
+    follower = EventFollower(names)
+    subscriber = EventSubscriber(lambda: None)
+    subscriber.start()
+    with serving(tiny_model, *options) as (process, url):
+        source = httpx.get(f"{url}/kv_event_sources").json()["0"]
+        subscriber.add("it", source["endpoint"], source["replay_endpoint"])
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 200
+
+        def is_followed() -> bool:
+            follower.take(action for _, action in subscriber.take())
+            return subscriber.is_settled("it") and follower.is_whole and len(names.blocks) == 3
+
+        eventually(is_followed)
+        subscriber.close()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        logged = process.stderr.read()
+    assert [json.loads(line)["prompt_tokens"] for line in logged.splitlines()] == [50]
+    assert '"name":"step"' in trace.read_text()
+    assert "secret" not in logged + trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--kv-events-replay", "tcp://127.0.0.1:*"], "anaphora: --kv-events-...: needs --kv-events"),
+        (["--kv-events", "nowhere"], "anaphora: --kv-events: nowhere: Invalid argument"),
+        (["--trace", "/no/such/folder/t"], "anaphora: --trace: /no/such/folder/t: No such file or directory"),
+        (["--api-keys", "/no/such/file"], "anaphora: --api-keys: /no/such/file: No such file or directory"),
+        (["--demo", "--api-keys", "x"], "anaphora: --demo has no key; leave out --api-keys"),
+        (["--drain-timeout", "-1"], "anaphora serve: error: argument --drain-timeout: expected seconds, 0 or more, "
+                                    "got '-1'"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_had_are_one_clear_line(options: list[str], problem: str) -> None:
+    completed = run("serve", "--port", "0", *options)
+    assert completed.returncode in {1, 2}
+    assert completed.stderr.splitlines()[-1] == problem

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "anaphora":
             raise
-        extra = "route" if args.command == "route" else "serve"
+        extra = "route" if args.command == "route" else "wire" if error.name == "zmq" else "serve"
         advice = f"pip install '.[{extra}]' in a clone of Anaphora"
         return _fail(f"{args.command} needs {error.name}, which is not installed: {advice}")
     return code
@@ -66,9 +66,39 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--body-limit", type=_size, default=8 * 2**20, metavar="SIZE", help="longest request body (default: 8MiB)"
     )
+    _add_operations(parser)
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
     parser.add_argument("--demo", action="store_true", help="hold a short conversation first, and show what was reused")
     parser.add_argument("--exit-after-demo", action="store_true", help="stop after the demo; needs --demo")
+
+
+def _add_operations(parser: argparse.ArgumentParser) -> None:
+    operations = parser.add_argument_group("operations")
+    operations.add_argument(
+        "--api-keys", type=Path, metavar="FILE", help="TOML: the keys of each tenant; others get no answer"
+    )
+    operations.add_argument(
+        "--drain-timeout", type=_seconds, default=30.0, metavar="S",
+        help="how long requests may go on after SIGTERM (default: 30)",
+    )  # fmt: skip
+    operations.add_argument(
+        "--stuck-after", type=_seconds, default=120.0, metavar="S",
+        help="a step that takes longer fails /health (default: 120)",
+    )  # fmt: skip
+    operations.add_argument("--log-format", choices=["text", "json"], default="text", help="(default: text)")
+    operations.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of every step, for Perfetto")
+    operations.add_argument("--allow-reset", action="store_true", help="let POST /reset_prefix_cache empty the cache")
+    operations.add_argument("--kv-cache-metrics", action="store_true", help="measure how long blocks stay")
+    events = parser.add_argument_group("KV events")
+    events.add_argument(
+        "--kv-events", nargs="?", const="tcp://127.0.0.1:5557", metavar="ENDPOINT",
+        help="publish them, as vLLM does (without ENDPOINT: on tcp://127.0.0.1:5557)",
+    )  # fmt: skip
+    events.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where lost ones can be asked for again")
+    events.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="(default: none)")
+    events.add_argument("--kv-events-format", choices=["vllm", "anaphora"], default="vllm", help="(default: vllm)")
+    events.add_argument("--kv-events-connect", action="store_true", help="connect to a subscriber that binds")
+    events.add_argument("--kv-events-clear-salts", action="store_true", help="publish salts as they are, as vLLM does")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -138,21 +168,58 @@ def _serve(args: argparse.Namespace) -> int:
     from anaphora.server.loading import OptionError
     from anaphora.server.run import ListenError
     from anaphora.server.serve import ServeOptions, serve
+    from anaphora.server.tenants import KeysError, Tenants
+    from anaphora.server.trace import TraceError
+    from anaphora.wire.frames import EndpointError
 
+    if args.demo and args.api_keys:
+        return _fail("--demo has no key; leave out --api-keys", code=2)
+    if args.kv_events is None and (args.kv_events_replay or args.kv_events_clear_salts or args.kv_events_connect):
+        return _fail("--kv-events-...: needs --kv-events", code=2)
+    kv_events = None
+    if args.kv_events is not None:
+        from anaphora.server.kv_events import KvEventOptions
+
+        kv_events = KvEventOptions(
+            args.kv_events,
+            args.kv_events_replay,
+            args.kv_events_topic,
+            args.kv_events_connect,
+            args.kv_events_format,
+            args.kv_events_clear_salts,
+        )
+    try:
+        tenants = None if args.api_keys is None else Tenants.read(args.api_keys)
+    except KeysError as error:
+        return _fail(f"--api-keys: {error}")
+    engine = _engine_options(args)
+    if args.kv_cache_metrics:
+        engine["measure_residency"] = True
     options = ServeOptions(
         model=args.model,
         host=args.host,
         port=args.port,
-        engine=_engine_options(args),
+        engine=engine,
         body_limit_bytes=args.body_limit,
         uses_cache=not args.no_prefix_caching,
         has_demo=args.demo,
         exits_after_demo=args.exit_after_demo,
+        kv_events=kv_events,
+        tenants=tenants,
+        allows_reset=args.allow_reset,
+        drain_s=args.drain_timeout,
+        stuck_after_s=args.stuck_after,
+        trace=args.trace,
+        logs_json=args.log_format == "json",
     )
     try:
         return serve(options)
     except (ModelError, ListenError) as error:
         return _fail(str(error))
+    except EndpointError as error:
+        return _fail(f"--kv-events: {error}")
+    except TraceError as error:
+        return _fail(f"--trace: {error}")
     except OptionError as error:
         return _fail(_with_flag(str(error)))
 
@@ -259,6 +326,16 @@ def _server_url(text: str) -> str:
     if url.scheme not in {"http", "https"} or not url.hostname or url.query or url.fragment:
         raise argparse.ArgumentTypeError(f"expected a URL like http://127.0.0.1:8000, got {text!r}")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -96,8 +96,8 @@ class PlainTemplate:
 class RecordingService(EngineService):
     """Keeps the requests that it was given and the ids that it was told to abort."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        super().__init__(engine, **options)
         self.requests: list[Request] = []
         self.aborted: list[str] = []
 
@@ -113,12 +113,13 @@ class RecordingService(EngineService):
 class FakeEngine:
     """An engine service with its model, and handles to both for tests."""
 
-    def __init__(self, *, max_context: int = 2048, num_blocks: int = 256) -> None:
+    def __init__(self, *, max_context: int = 2048, num_blocks: int = 256, **options: Any) -> None:
+        """`options` are those of EngineService."""
         self.executor = AlphabetExecutor(max_context)
-        self.manager = KVCacheManager(num_blocks, BLOCK_SIZE)
+        self.manager = KVCacheManager(num_blocks, BLOCK_SIZE, events="on_events" in options)
         tokenizer = ByteTokenizer()
         engine = Engine(self.executor, self.manager, tokenizer=tokenizer, eos_token_ids=tokenizer.eos_token_ids)
-        self.service = RecordingService(engine)
+        self.service = RecordingService(engine, **options)
         self.model = ServedModel(
             name="alphabet",
             revision="r1",

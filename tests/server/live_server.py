@@ -36,7 +36,7 @@ def running(api: OpenAIServer) -> Iterator[tuple[Server, str]]:
     """Serve while in the context; yield the server and its URL."""
     sock = bind("127.0.0.1", 0)
     started = threading.Event()
-    server = Server(api, on_started=started.set)
+    server = Server(api, on_started=started.set, on_draining=getattr(api, "drain", None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     url = url_of(sock)
     thread.start()

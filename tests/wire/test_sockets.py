@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 zmq = pytest.importorskip("zmq")
 
-from anaphora.wire.publisher import EndpointError, EventPublisher  # noqa: E402
+from anaphora.wire.frames import EndpointError  # noqa: E402
+from anaphora.wire.publisher import EventPublisher  # noqa: E402
 from anaphora.wire.sequence import Apply  # noqa: E402
 from anaphora.wire.subscriber import EventSubscriber  # noqa: E402
 

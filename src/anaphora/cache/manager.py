@@ -400,6 +400,11 @@ class KVCacheManager:
         stats.evicted_blocks = self._index.num_evicted_blocks
         return stats
 
+    @property
+    def measures_residency(self) -> bool:
+        """Whether `residency` has something to tell."""
+        return self._residency is not None
+
     def residency(self) -> ResidencyStats:
         """Return how long blocks stay, lie idle before they are evicted, and after how long they are used again."""
         if self._residency is None:

@@ -44,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     max_context: int | None
     queue_order: QueueOrderChoice
     seed: int | None
+    events: bool
+    measure_residency: bool
 
 
 def build_engine(
@@ -57,6 +59,8 @@ def build_engine(
     max_context: int | None = None,
     queue_order: QueueOrderChoice = "fcfs",
     seed: int | None = None,
+    events: bool = False,
+    measure_residency: bool = False,
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
 
@@ -66,6 +70,8 @@ def build_engine(
     index: how prefixes are found, "radix" or "hash".
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
+    events: whether the manager records KV events, which somebody has to take then.
+    measure_residency: whether it keeps the times of blocks.
 
     Raises:
         ValueError: an unknown executor, index or order, a limit below 1, too little memory for one block, more than the
@@ -83,7 +89,13 @@ def build_engine(
     num_blocks = num_blocks_for(memory, runner.layer_groups, block_size)
     return Engine(
         runner,
-        KVCacheManager(num_blocks=num_blocks, block_size=block_size, index=index),
+        KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            index=index,
+            events=events,
+            measure_residency=measure_residency,
+        ),
         tokenizer=model.tokenizer,
         eos_token_ids=model.tokenizer.eos_token_ids,
         max_num_seqs=max_num_seqs,

@@ -21,6 +21,7 @@ import numpy as np
 
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.grouping import shared_prefixes
+from anaphora.engine.hit_report import hit_report
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from anaphora.cache.events import Event
     from anaphora.cache.manager import KVCacheManager
     from anaphora.cache.sequence import Sequence
     from anaphora.engine.executor import Executor
@@ -155,6 +157,11 @@ class Engine:
         self._live: dict[str, list[LiveRequest]] = {}
         """By request, its samples."""
         self._deadlines: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
+        self._to_report: set[LiveRequest] = set()
+        """Those not yet admitted that ask for a report of what they find."""
+        self._reports: list[Event] = []
+        self.last_batch: list[ScheduledSpan] = []
+        """What the last step computed."""
         self._num_arrivals = 0
         self._stats = EngineStats()
         executor.allocate_kv(manager.num_blocks, manager.block_size)
@@ -271,6 +278,8 @@ class Engine:
         )
         self._num_arrivals += 1
         self._live[request.request_id] = [live]
+        if request.reports_hits:
+            self._to_report.add(live)
         if request.deadline_s is not None:
             now = self._clock()
             live.half_time_s, live.deadline_s = now + request.deadline_s / 2, now + request.deadline_s
@@ -301,10 +310,27 @@ class Engine:
             return deltas
         scheduled = self._scheduler.schedule(started)
         self._stats.manager_s += self._clock() - started
+        self.last_batch = scheduled
+        if self._to_report:
+            self._report_hits(scheduled)
         deltas += self._run(scheduled) if scheduled else self._refuse_first()
         self._stats.num_steps += 1
         self._stats.step_s += self._clock() - started
         return deltas
+
+    def take_events(self) -> list[Event]:
+        """Return what happened to cached blocks since the last call, after the reports of what was found. ValueError if
+        the manager does not record it."""
+        reports, self._reports = self._reports, []
+        return reports + self._manager.take_events()
+
+    def _report_hits(self, scheduled: list[ScheduledSpan]) -> None:
+        for live, _, _ in scheduled:
+            if live in self._to_report:
+                self._to_report.discard(live)
+                report = hit_report(self._manager, live.sequence)
+                if report is not None:
+                    self._reports.append(report)
 
     def _run(self, scheduled: list[ScheduledSpan]) -> list[Delta]:
         try:
@@ -450,6 +476,7 @@ class Engine:
 
     def _end(self, live: LiveRequest, reason: FinishReason) -> None:
         self._scheduler.remove(live)
+        self._to_report.discard(live)
         samples = self._live[live.request_id]
         samples.remove(live)
         if not samples:

@@ -76,6 +76,7 @@ class Request:
 
     priority: the lower, the sooner it is admitted and the later preempted, as vLLM has it; -1000 to 1000. Requests of a
         higher number wait as long as there are others.
+    reports_hits: whether what it finds in the cache is said again as an event (vLLM's `kv_cache_report_mode` full).
     deadline_s: seconds from submission in which it must have ended, or else it is aborted, as nobody wants it any more.
         Once half of them have passed, a waiting request goes before those of its priority that have more time.
     """
@@ -88,6 +89,7 @@ class Request:
     write_cache: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    reports_hits: bool = False
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

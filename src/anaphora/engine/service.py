@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.engine.loop import Engine, EngineStats
+    from anaphora.engine.observer import EngineObserver
     from anaphora.engine.request import Request
 
 _logger = logging.getLogger(__name__)
@@ -33,6 +36,20 @@ class _Consumer:
     """By sample that has not ended, what was delivered last; before that, a delta that adds nothing."""
 
 
+@dataclass(slots=True)
+class _Errand:
+    """Something to do on the engine's thread."""
+
+    what: Callable[[], bool]
+    future: Future[bool]
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self.what())
+        except Exception as error:
+            self.future.set_exception(error)
+
+
 class EngineService:
     """Runs an engine's steps while there is work, and sleeps without polling while there is none.
 
@@ -44,16 +61,25 @@ class EngineService:
     delta on (`loop.call_soon_threadsafe`). If it raises, its request is aborted.
     """
 
-    def __init__(self, engine: Engine, on_events: Callable[[list[Event]], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_events: Callable[[list[Event]], None] | None = None,
+        observer: EngineObserver | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """on_events: given what happened to cached blocks after each step, on the service's thread; the manager of the
-        engine must record it."""
+        engine must record it. observer: told of each step, on the same thread."""
         self._engine = engine
+        self._observer = observer
+        self._clock = clock
+        self._busy_since: float | None = None
         self._on_events = on_events
         self._thread = threading.Thread(target=self._run, name="anaphora-engine", daemon=True)
         self._changed = threading.Condition()
         # What follows is guarded by `_changed`.
-        self._inbox: deque[Request | str] = deque()
-        """Requests to submit and ids to abort, in the order of the calls."""
+        self._inbox: deque[Request | str | _Errand] = deque()
+        """Requests to submit, ids to abort and errands to run, in the order of the calls."""
         self._consumers: dict[str, _Consumer] = {}
         self._is_closing = False
         self._is_draining = False
@@ -72,6 +98,18 @@ class EngineService:
     def is_healthy(self) -> bool:
         """Whether it takes requests: neither closed nor crashed."""
         return self._crash is None and not self._is_closing
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the thread last came round: the time that its step has taken so far, 0 while it sleeps. More
+        than any step takes means that it is stuck."""
+        since = self._busy_since
+        return 0.0 if since is None else self._clock() - since
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
 
     @property
     def engine(self) -> Engine:
@@ -115,6 +153,18 @@ class EngineService:
                 self._inbox.append(request_id)
                 self._changed.notify()
 
+    def reset_cache(self) -> Future[bool]:
+        """Forget every cached prefix, between two steps; the result is False, with nothing changed, while requests hold
+        blocks. The future fails with EngineClosedError if the service ends first."""
+        errand = _Errand(self._engine.manager.reset, Future())
+        with self._changed:
+            if self._crash is not None or self._is_closing:
+                errand.future.set_exception(EngineClosedError("the engine is closed"))
+            else:
+                self._inbox.append(errand)
+                self._changed.notify()
+        return errand.future
+
     def stats(self) -> EngineStats:
         """Return the engine's counters as they stand."""
         return self._engine.stats()
@@ -138,8 +188,11 @@ class EngineService:
     def _run(self) -> None:
         try:
             while self._read_inbox():
+                started = self._clock()
                 deltas = self._engine.step()
-                if self._on_events is not None and (events := self._engine.manager.take_events()):
+                if self._observer is not None:
+                    self._observer.stepped(started, self._clock(), self._engine, deltas)
+                if self._on_events is not None and (events := self._engine.take_events()):
                     self._on_events(events)
                 for delta in deltas:
                     self._deliver(delta)
@@ -147,16 +200,23 @@ class EngineService:
             _logger.exception("the engine has crashed")
             with self._changed:
                 self._crash = error
-                self._inbox.clear()
+                inbox, self._inbox = self._inbox, deque()
                 live = list(self._consumers)
+            for item in inbox:
+                if isinstance(item, _Errand):
+                    item.future.set_exception(EngineClosedError("the engine has crashed"))
             for request_id in live:
                 self._fail(request_id, error)
+        finally:
+            self._busy_since = None
 
     def _read_inbox(self) -> bool:
         """Wait for something to do, tell the engine what callers left; return False when it is time to end."""
         with self._changed:
+            self._busy_since = None
             while not (self._inbox or self._is_closing or self._engine.has_work):
                 self._changed.wait()
+            self._busy_since = self._clock()
             inbox, self._inbox = self._inbox, deque()
             is_closing = self._is_closing
             is_draining = self._is_draining
@@ -164,6 +224,8 @@ class EngineService:
         for item in inbox:
             if isinstance(item, str):
                 self._abort(item)
+            elif isinstance(item, _Errand):
+                item.run()
             else:
                 self._start_request(item)
         if is_closing and not is_draining:
@@ -174,6 +236,8 @@ class EngineService:
     def _start_request(self, request: Request) -> None:
         try:
             self._engine.submit(request)
+            if self._observer is not None:
+                self._observer.submitted(request)
         except Exception as error:  # a value of a type that `validate` did not expect: this request's fault alone
             _logger.exception("request %r could not be started", request.request_id)
             self._fail(request.request_id, error)
@@ -192,6 +256,8 @@ class EngineService:
         if consumer is None:
             return
         consumer.last[delta.index] = delta
+        if self._observer is not None and delta.finish_reason is not None:
+            self._observer.ended(delta)
         if delta.finish_reason is not None:
             del consumer.last[delta.index]
             if not consumer.last:

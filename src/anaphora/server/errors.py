@@ -10,14 +10,24 @@ class ApiError(Exception):
 
     param: the field at fault, as a path ("messages[0].content"), or None where no field of ours is.
     code: a word that programs can test, or None.
+    headers: of the answer.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer. Server-side faults (5xx) are of type "server_error"."""
@@ -43,6 +53,23 @@ def internal_error() -> ApiError:
 def shutting_down() -> ApiError:
     """A 503 for requests that the end of the server cuts short."""
     return ApiError(503, "The server is shutting down.", code="shutting_down")
+
+
+def draining(retry_after_s: int) -> ApiError:
+    """A 503 for requests that come once the server was told to stop."""
+    headers = {"retry-after": str(retry_after_s), "connection": "close"}
+    return ApiError(503, "The server is shutting down; try another.", code="shutting_down", headers=headers)
+
+
+def engine_stuck(busy_s: float) -> ApiError:
+    """A 503: a step takes longer than any should."""
+    return ApiError(503, f"The engine's step has been running for {busy_s:.0f} s.", code="engine_stuck")
+
+
+def bad_key() -> ApiError:
+    """A 401: no API key, or one that nobody has."""
+    message = "Incorrect API key provided; expected one of this server's in the header 'Authorization: Bearer KEY'."
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def engine_stopped() -> ApiError:

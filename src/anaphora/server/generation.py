@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from anaphora.engine.request import RequestError
 from anaphora.server.errors import internal_error, shutting_down
+from anaphora.server.logs import log_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -50,7 +51,7 @@ class Generations:
         Raises:
             RefusedError: the engine refuses one of them.
         """
-        generation = Generation(self._service, requests, self._live)
+        generation = Generation(self._service, requests, self._live, started, self._metrics.clock)
         generation.submit(lambda: self._metrics.start_request(started))
         return generation
 
@@ -69,11 +70,23 @@ class Generation:
     finished, the client went away, the server stops, the caller was cancelled), no request stays in the engine.
     """
 
-    def __init__(self, service: EngineService, requests: Sequence[Request], live: set[Generation]) -> None:
-        """`live`: where it stands while it goes on."""
+    def __init__(
+        self,
+        service: EngineService,
+        requests: Sequence[Request],
+        live: set[Generation],
+        started: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`live`: where it stands while it goes on. started: when the client's call arrived, by `clock`."""
         self._service = service
         self._requests = requests
         self._live = live
+        self._started = started
+        self._clock = clock
+        self._first_token_s: float | None = None
+        self._last: dict[int, Delta] = {}
+        """By choice, what came of it last."""
         self._choices: list[Request] = []
         self._unfinished: dict[int, RequestTimer] = {}
         self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
@@ -134,12 +147,31 @@ class Generation:
 
     def abort(self) -> None:
         """Take what is unfinished out of the engine. Idempotent."""
+        was_live = self in self._live
         self._live.discard(self)
         unfinished, self._unfinished = self._unfinished, {}
         for request_id in {self._choices[choice].request_id for choice in unfinished}:
             self._service.abort(request_id)
         for timer in unfinished.values():
             timer.finish("abort")
+        if was_live and self._choices:
+            self._log()
+
+    def _log(self) -> None:
+        firsts = {delta.request_id: delta for delta in self._last.values()}.values()
+        ttft_s = self._first_token_s
+        log_request(
+            id=self._choices[0].request_id.rpartition("-")[0],
+            prompt_tokens=sum(delta.num_prompt_tokens for delta in firsts),
+            cached_tokens=sum(delta.num_cached_tokens for delta in firsts),
+            output_tokens=sum(delta.num_output_tokens for delta in self._last.values()),
+            finish_reasons=[
+                (self._last[choice].finish_reason or "abort") if choice in self._last else "abort"
+                for choice in range(len(self._choices))
+            ],
+            ttft_s=None if ttft_s is None else round(ttft_s, 6),
+            duration_s=round(self._clock() - self._started, 6),
+        )
 
     def _callback(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Delta], None]:
         def on_delta(delta: Delta) -> None:
@@ -152,6 +184,9 @@ class Generation:
         if timer is None:  # aborted meanwhile
             return
         timer.observe(delta)
+        self._last[choice] = delta
+        if delta.token_ids and self._first_token_s is None:
+            self._first_token_s = self._clock() - self._started
         if delta.finish_reason is not None:
             timer.finish(delta.finish_reason)
             del self._unfinished[choice]

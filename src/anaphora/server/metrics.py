@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
+from anaphora.server.cache_metrics import CacheCollector, KvEventCollector
+from anaphora.server.vllm_metrics import VllmNames
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from anaphora.cache.manager import KVCacheManager
     from anaphora.engine.loop import EngineStats
     from anaphora.engine.request import Delta, FinishReason
+    from anaphora.server.kv_events import KvEvents
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -31,11 +35,18 @@ class Metrics:
     """Latencies and outcomes as requests go by; the engine's own counters are read when Prometheus asks.
 
     engine_stats: returns the engine's counters; called from any thread.
+    manager, kv_events: whose counters are shown too.
     clock: returns seconds.
     """
 
     def __init__(
-        self, model: str, engine_stats: Callable[[], EngineStats], clock: Callable[[], float] = time.perf_counter
+        self,
+        model: str,
+        engine_stats: Callable[[], EngineStats],
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        manager: KVCacheManager | None = None,
+        kv_events: KvEvents | None = None,
     ) -> None:
         self.clock = clock
         self._registry = CollectorRegistry()
@@ -57,6 +68,12 @@ class Metrics:
             buckets=_ITL_BUCKETS_S,
             registry=self._registry,
         )
+
+        self._registry.register(VllmNames(model, engine_stats, manager, self._ttft, self._itl, self._requests))
+        if manager is not None:
+            self._registry.register(CacheCollector(manager))
+        if kv_events is not None:
+            self._registry.register(KvEventCollector(kv_events))
 
     def start_request(self, started: float) -> RequestTimer:
         """Follow a request that arrived at `started`."""

@@ -6,8 +6,8 @@ either honoured, or cannot change the answer and is accepted, or is refused by i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -43,8 +43,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class VllmArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """`vllm_xargs`: with `kv_cache_report_mode` "full", what a request finds is published as KV events once more."""
+
+    kv_cache_report_mode: Literal["full"] | None = None
+
+
 class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both generating endpoints take. The last four fields are Anaphora's own."""
+    """What both generating endpoints take. The last five fields are Anaphora's own, or vLLM's."""
 
     model: str
     n: NumSamples | None = None
@@ -64,6 +70,7 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    vllm_xargs: VllmArguments | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -146,6 +153,7 @@ class Call:
     sampling: SamplingParams
     namespace: Namespace
     priority: int
+    reports_hits: bool
     is_stream: bool
     includes_usage: bool
     prompt_paths: tuple[str, ...]
@@ -155,6 +163,13 @@ class Call:
     def has_logprobs(self) -> bool:
         """Whether the answer is to have log-probabilities."""
         return self.sampling.logprobs is not None
+
+    def of_tenant(self, tenant: str) -> Call:
+        """This call as `tenant` makes it: what it leaves in the cache is found by that tenant alone. A salt of the
+        request's own divides the tenant's prefixes further."""
+        # The length keeps the two apart, whatever characters they have.
+        salt = f"tenant {len(tenant)}:{tenant}{self.namespace.salt or ''}"
+        return replace(self, namespace=replace(self.namespace, salt=salt))
 
     def requests(self, call_id: str, *, uses_cache: bool) -> list[Request]:
         """The engine's requests, one a prompt, in their order."""
@@ -167,6 +182,7 @@ class Call:
                 read_cache=uses_cache,
                 write_cache=uses_cache,
                 priority=self.priority,
+                reports_hits=self.reports_hits,
             )
             for i, prompt in enumerate(self.prompts)
         ]
@@ -298,6 +314,7 @@ def _call(
         sampling=sampling,
         namespace=Namespace(model=model.revision, salt=body.cache_salt),
         priority=body.priority or 0,
+        reports_hits=bool(body.vllm_xargs and body.vllm_xargs.kv_cache_report_mode),
         is_stream=bool(body.stream),
         includes_usage=bool(body.stream_options and body.stream_options.include_usage),
         prompt_paths=tuple(prompts),

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 
+from anaphora.server.protocol import ApiProtocol
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
 SHUTDOWN_GRACE_S = 5.0
-"""How long requests may go on once the server was told to stop."""
+"""How long requests may go on once the server was told to stop, and nothing else was said."""
 
 _FLUSH_S = 0.5
 """How long the last words of interrupted requests may take to leave."""
@@ -90,9 +92,11 @@ class Api(Protocol):
 class Server(uvicorn.Server):
     """Serves one Api until it is told to stop, by a signal or by `stop`.
 
-    Requests that are going on then have SHUTDOWN_GRACE_S to finish; at the second signal, or after that time, they end
-    with an error. A third signal leaves at once.
+    Requests that are going on then have `grace_s` to finish (SHUTDOWN_GRACE_S by default); at the second signal, or
+    after that time, they end with an error. A third signal leaves at once.
     on_started: called on the event loop once connections are accepted.
+    on_draining: called on the event loop when it was told to stop. With it, connections are accepted until the last
+        request has finished, so that new ones can be told to go elsewhere; without it none are from then on.
     on_waiting: called with the number of requests that are going on, where the end has to wait for them.
     """
 
@@ -101,11 +105,14 @@ class Server(uvicorn.Server):
         api: Api,
         *,
         on_started: Callable[[], None] | None = None,
+        on_draining: Callable[[], None] | None = None,
         on_waiting: Callable[[int], None] | None = None,
+        grace_s: float | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 api.app,
+                http=ApiProtocol,
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
@@ -115,12 +122,36 @@ class Server(uvicorn.Server):
         )
         self._api = api
         self._on_started = on_started
+        self._on_draining = on_draining
         self._on_waiting = on_waiting
+        self._grace_s = grace_s
         self._num_signals = 0
+        self._is_told_to_stop = False
+        self._deadline: float | None = None
+        """When requests that are going on are ended, once it was told to stop."""
 
     def stop(self) -> None:
         """Stop serving; may be called from any thread."""
-        self.should_exit = True
+        self._is_told_to_stop = True
+        if self._on_draining is None:
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Extends uvicorn's, which looks ten times a second whether to end."""
+        if self._is_told_to_stop and not self.should_exit:
+            deadline = self._begin_to_stop()
+            self.should_exit = not self._api.generations or self._now() >= deadline or self._num_signals > 1
+        return await super().on_tick(counter)
+
+    def _begin_to_stop(self) -> float:
+        """Return when requests that are going on are ended; what is to be done first is done once."""
+        if self._deadline is None:
+            self._deadline = self._now() + (SHUTDOWN_GRACE_S if self._grace_s is None else self._grace_s)
+            if self._on_draining is not None:
+                self._on_draining()
+            if self._api.generations and self._on_waiting is not None and self._num_signals < 2:
+                self._on_waiting(len(self._api.generations))
+        return self._deadline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Extends uvicorn's.
@@ -147,9 +178,7 @@ class Server(uvicorn.Server):
 
     async def _interrupt_after_grace(self) -> None:
         connections = self.server_state.connections
-        deadline = self._now() + SHUTDOWN_GRACE_S
-        if self._api.generations and self._on_waiting is not None and self._num_signals < 2:
-            self._on_waiting(len(self._api.generations))
+        deadline = min(self._begin_to_stop(), self._now() + SHUTDOWN_GRACE_S)
         while (self._api.generations or connections) and self._now() < deadline and self._num_signals < 2:
             await asyncio.sleep(_POLL_S)
         self._api.generations.interrupt()
@@ -183,5 +212,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler."""
         self._num_signals += 1
-        self.should_exit = True
+        self.stop()
         self.force_exit = self._num_signals > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -10,17 +11,25 @@ from typing import TYPE_CHECKING
 
 from anaphora.engine.build import EngineOptions
 from anaphora.engine.service import EngineService
-from anaphora.server.app import OpenAIServer
+from anaphora.server.app import DEFAULT_STUCK_AFTER_S, OpenAIServer
 from anaphora.server.body import DEFAULT_LIMIT_BYTES
 from anaphora.server.client import ServerError, TimingClient
 from anaphora.server.demo import run_demo
 from anaphora.server.loading import load_engine
-from anaphora.server.run import SHUTDOWN_GRACE_S, Server, bind, url_of
+from anaphora.server.logs import log_as_json
+from anaphora.server.run import Server, bind, url_of
 from anaphora.server.served_model import ServedModel
+from anaphora.server.trace import StepTrace
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from anaphora.cache.events import Event
     from anaphora.engine.loop import Engine
+    from anaphora.server.kv_events import KvEventOptions, KvEvents
+    from anaphora.server.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,9 @@ class ServeOptions:
     model: as `load_model` takes it, None for the default model. engine: as `build_engine` takes it.
     uses_cache: whether requests read and write the prefix cache.
     has_demo: hold a scripted conversation once the server is up; exits_after_demo: and stop after it.
+    kv_events: publish them so; None for not. tenants, allows_reset, stuck_after_s: as `OpenAIServer` has them.
+    drain_s: how long requests may go on once the server was told to stop.
+    trace: a file for a trace of the engine's steps. logs_json: log lines of JSON.
     """
 
     model: str | None = None
@@ -40,6 +52,13 @@ class ServeOptions:
     uses_cache: bool = True
     has_demo: bool = False
     exits_after_demo: bool = False
+    kv_events: KvEventOptions | None = None
+    tenants: Tenants | None = None
+    allows_reset: bool = False
+    drain_s: float = 30.0
+    stuck_after_s: float = DEFAULT_STUCK_AFTER_S
+    trace: Path | None = None
+    logs_json: bool = False
 
 
 def serve(options: ServeOptions) -> int:
@@ -49,32 +68,77 @@ def serve(options: ServeOptions) -> int:
         ListenError: the address cannot be listened on.
         ModelError: the model cannot be fetched, read or run.
         OptionError: the engine cannot be built with these options.
+        EndpointError: KV events cannot be published there.
+        TraceError: the trace cannot be written.
     """
+    if options.logs_json:
+        log_as_json()
     started = time.monotonic()
     sock = bind(options.host, options.port)  # before anything slow
-    with sock:
+    with sock, contextlib.ExitStack() as opened:
         url = url_of(sock)
-        model, engine = load_engine(options.model, options.engine)
+        kv_events, trace = _outlets(options, opened)
+        model, engine = load_engine(options.model, {**options.engine, "events": bool(kv_events or trace)})
         served = ServedModel.of(model, engine)
         del model  # the executor has what it needs of the weights
         api = OpenAIServer(
-            EngineService(engine), served, body_limit_bytes=options.body_limit_bytes, uses_cache=options.uses_cache
+            EngineService(engine, _both(kv_events, trace), trace),
+            served,
+            body_limit_bytes=options.body_limit_bytes,
+            uses_cache=options.uses_cache,
+            tenants=options.tenants,
+            kv_events=kv_events,
+            allows_reset=options.allows_reset,
+            stuck_after_s=options.stuck_after_s,
         )
         demo = _Demo(url, served.name, exits=options.exits_after_demo)
 
         def on_started() -> None:
             _say(_banner(url, served, engine, time.monotonic() - started))
+            if kv_events is not None:
+                replays = kv_events.publisher.replay_endpoint
+                _say(f"KV events at {kv_events.publisher.endpoint}{f', replays at {replays}' if replays else ''}\n")
             if options.has_demo:
                 demo.start(server)
 
         def on_waiting(num_requests: int) -> None:
             who, them = ("1 request has", "it") if num_requests == 1 else (f"{num_requests} requests have", "them")
-            _say(f"\nStopping: {who} {SHUTDOWN_GRACE_S:.0f} s to finish; Ctrl-C again ends {them} now.")
+            _say(f"\nStopping: {who} {options.drain_s:.0f} s to finish; Ctrl-C again ends {them} now.")
 
-        server = Server(api, on_started=on_started, on_waiting=on_waiting)
+        server = Server(
+            api, on_started=on_started, on_draining=api.drain, on_waiting=on_waiting, grace_s=options.drain_s
+        )
         server.run(sockets=[sock])
     _say("\nStopped.")
     return int(demo.has_failed and options.exits_after_demo)
+
+
+def _outlets(options: ServeOptions, opened: contextlib.ExitStack) -> tuple[KvEvents | None, StepTrace | None]:
+    """What the engine's doings are told to. Before the model is loaded, so that a fault is known at once."""
+    kv_events = None
+    if options.kv_events is not None:
+        from anaphora.server.kv_events import KvEvents  # noqa: PLC0415  # needs ZMQ, an extra of its own
+
+        kv_events = KvEvents(options.kv_events)
+        opened.callback(kv_events.publisher.close)
+    trace = None
+    if options.trace is not None:
+        trace = StepTrace(options.trace)
+        opened.callback(trace.close)
+    return kv_events, trace
+
+
+def _both(kv_events: KvEvents | None, trace: StepTrace | None) -> Callable[[list[Event]], None] | None:
+    """Who takes the cache's events, None if nobody wants them."""
+    if trace is None:
+        return None if kv_events is None else kv_events.publish
+
+    def take(events: list[Event]) -> None:
+        trace.cached(events)
+        if kv_events is not None:
+            kv_events.publish(events)
+
+    return take
 
 
 class _Demo:

@@ -13,6 +13,10 @@ SEQUENCE_BYTES = 8
 _END_OF_REPLAY = 2**64 - 1
 
 
+class EndpointError(ValueError):
+    """An endpoint cannot be used; the message is one line that says why."""
+
+
 class Frames(NamedTuple):
     """A batch of events on its way: topic, sequence number (from 0, one more for each batch), encoded batch."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from anaphora.wire.frames import END_OF_REPLAY, SEQUENCE_BYTES, Frames
+from anaphora.wire.frames import END_OF_REPLAY, SEQUENCE_BYTES, EndpointError, Frames
 from anaphora.wire.vllm_codec import VllmEventFormat
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ _REPLAY_SLICE = 200
 _REPLAY_POLL_MS = 5
 
 logger = logging.getLogger(__name__)
-
-
-class EndpointError(ValueError):
-    """An endpoint cannot be used; the message is one line that says why."""
 
 
 @dataclass(slots=True)

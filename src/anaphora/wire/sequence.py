@@ -46,8 +46,8 @@ class EventSequence:
 
     While a replay is asked for, live batches wait, so that nothing old is applied after something new. A number that
     was seen with the same payload is a duplicate; with another one it is the publisher's restart. Every replay begins
-    with the last batch that is known: if the publisher has another one under that number, or none, it is a new publisher,
-    even where its numbers seem to go on; if it does not have it any more, nobody can tell, and all is lost.
+    with the last batch that is known: if the publisher has another one under that number, or none, it is a new
+    publisher, even where its numbers seem to go on; if it does not have it any more, nobody can tell, and all is lost.
 
     A batch is known again by a digest of its payload, which holds the time; the last NUM_REMEMBERED are kept.
     """
