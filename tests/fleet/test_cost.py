@@ -37,7 +37,7 @@ class World:
                 name,
                 matched_tokens=match.tokens(name),
                 inflight_requests=len(load.inflight),
-                inflight_tokens=load.inflight_tokens,
+                inflight_tokens=load.inflight_tokens(0.0),
                 max_running=self.max_running,
             )
             for name, load in self.loads.items()
@@ -113,8 +113,8 @@ def test_waiting_and_computing_are_traded_in_seconds() -> None:
         holder = ReplicaView("holder", matched_tokens=800, inflight_tokens=queued_tokens)
         return CostPolicy().decide(RequestView(1000), [holder, ReplicaView("idle")], random.Random()).replica
 
-    assert choice(1000) == "holder"  # 1000 queued + 2 x 200 < 2 x 1000
-    assert choice(3000) == "idle"
+    assert choice(4700) == "holder"  # 4700 queued + 6 x 200 < 6 x 1000
+    assert choice(4900) == "idle"
 
 
 def test_no_replica_is_no_decision() -> None:

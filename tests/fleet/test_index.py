@@ -7,7 +7,7 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.fleet.index import FleetIndex, prefix_namespace
@@ -208,8 +208,8 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 class IndexMachine(RuleBasedStateMachine):
     """Stores, removals and losses in any order; the model is a set of prefixes for each replica and medium."""
 
-    @initialize(tight=st.booleans())
-    def start(self, tight: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.index = fleet(*REPLICAS)
         self.model: dict[tuple[str, str], set[tuple[int, ...]]] = {
             (r, medium): set() for r in REPLICAS for medium in ("GPU", "CPU")
@@ -258,8 +258,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        if hasattr(self, "index"):
-            self.index.check()
+        self.index.check()
 
 
 def _run(prompt: tuple[int, ...], held: set[tuple[int, ...]]) -> int:

@@ -23,7 +23,7 @@ class CostPolicy:
     - compute: the request's own uncached tokens, at that speed;
     - fleet: the same times `thrift`: what all the others lose, whoever waits. It keeps a burst of one new
       prefix together, where each request alone would be served as soon by computing the prefix again;
-    - slots: what waiting for a place costs once `max_running` requests are there;
+    - slots: what waiting for a place costs once `max_running` requests are there, to the request and to those after it;
     - running: the slowdown by each request that is generating.
 
     So a prefix is followed as long as that is cheaper than computing it again, and is copied to a second replica when
@@ -33,7 +33,7 @@ class CostPolicy:
     max_candidates: with more replicas than that, only the longest matches and as many drawn at random are priced.
     """
 
-    thrift: float = 1.0
+    thrift: float = 5.0
     running_s: float = 0.002
     tolerance_s: float = 0.001
     max_candidates: int = 64
@@ -75,7 +75,7 @@ class CostPolicy:
             "queue": replica.inflight_tokens / speed,
             "compute": own,
             "fleet": own * self.thrift,
-            "slots": excess * replica.service_s / replica.max_running,
+            "slots": excess * replica.service_s / replica.max_running * (1 + self.thrift),
             "running": replica.busy * self.running_s,
         }
         return Score(replica.name, sum(parts.values()), parts, replica.matched_tokens)

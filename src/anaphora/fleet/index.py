@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import shake_256
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ MAX_ORPHANS = 4096
 """Events of all replicas that may wait for their parent."""
 
 
+@lru_cache(maxsize=4096)
 def prefix_namespace(model: str, adapter: str | None = None, salt: str | None = None) -> Namespace:
     """Return the namespace under which a fleet's prefixes are kept: adapters by name alone, as events have them."""
     return Namespace(model=model, adapter=Adapter(adapter, name=adapter) if adapter else None, salt=salt or None)
@@ -117,6 +119,8 @@ class FleetIndex:
         self._replicas: dict[str, _Replica] = {}
         self._by_holder: dict[int, str] = {}
         self._all = 0
+        self._tiered: set[str] = set()
+        """Replicas that have more media than their device's."""
         self._orphans: OrderedDict[_Orphan, None] = OrderedDict()
         self._waiting: dict[tuple[str, str, bytes], list[_Orphan]] = {}
         self._orphaned: dict[tuple[str, str, bytes], _Orphan] = {}
@@ -150,6 +154,8 @@ class FleetIndex:
         media = list(state.tiers) if medium is None else [medium] if medium in state.tiers else []
         for name in media:
             self._close(state.tiers.pop(name))
+        if state.tiers.keys() <= {DEVICE}:
+            self._tiered.discard(replica)
         if DEVICE in media:
             self._open(replica, DEVICE)
             state.generation = next(self._generations)
@@ -372,18 +378,23 @@ class FleetIndex:
             mask = 0
             for name in asked:
                 mask |= 1 << self._replicas[name].tiers[DEVICE].holder
-        device: dict[str, int] = {}
+        groups = self.tree.match(namespace, content, mask)
+        # Most replicas are in one group: they are entered together, and the others over them.
+        largest = max(groups, key=lambda group: group[1].bit_count(), default=(0, 0))
+        device = dict.fromkeys(asked, largest[0])
         by_holder = self._by_holder
-        for blocks, holders in self.tree.match(namespace, content, mask):
-            left = holders
+        for group in groups:
+            if group is largest:
+                continue
+            blocks, left = group
             while left:
                 bit = left & -left
                 device[by_holder[bit.bit_length() - 1]] = blocks
                 left ^= bit
         anywhere = device
-        for name in asked:
+        for name in self._tiered.intersection(asked) if self._tiered else ():
             tiers = self._replicas[name].tiers
-            if len(tiers) > 1 and any(tier.names for medium, tier in tiers.items() if medium != DEVICE):
+            if any(tier.names for medium, tier in tiers.items() if medium != DEVICE):
                 if anywhere is device:
                     anywhere = dict(device)
                 holders_of = tuple(tier.holder for tier in tiers.values())
@@ -420,6 +431,8 @@ class FleetIndex:
         self._by_holder[tier.holder] = replica
         if medium == DEVICE:
             self._all |= 1 << tier.holder
+        else:
+            self._tiered.add(replica)
         return tier
 
     def _close(self, tier: _Tier) -> None:

@@ -184,9 +184,11 @@ class FleetKnowledge:
         replica = visit.replica
         if visit.sequence is not None or not self._is_current(visit):
             return
-        self._unspeculate(visit)
         mirror = self._mirrors.get(replica)
-        if mirror is not None and visit.tokens:
+        if mirror is None:
+            return  # its events say so soon; until the request ends it is expected
+        self._unspeculate(visit)
+        if visit.tokens:
             self._updated[replica] = self._clock()
             self.index.apply(replica, mirror.admit(visit))
 

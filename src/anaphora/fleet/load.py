@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _SMOOTHING = 0.2
 _MIN_SAMPLE_TOKENS = 32
+_MIN_OVERDUE_S = 0.5
 _SURE_SAMPLES = 10
 _SURE_RATIO = 1.5
 
@@ -30,14 +31,19 @@ class Load:
     num_waiting: int = 0
     kv_usage: float = 0.0
 
-    @property
-    def inflight_tokens(self) -> int:
-        """Prompt tokens of unfinished requests that are still to compute."""
-        return sum(flight.tokens for flight in self.inflight)
+    def inflight_tokens(self, now: float) -> int:
+        """Prompt tokens of unfinished requests that are still to compute.
+
+        A streamed answer's first byte says that its prompt is done. Of others nothing is seen before their end, so
+        after twice the time that it should have taken, a prompt is taken to be done.
+        """
+        return sum(flight.tokens for flight in self.inflight if now < flight.overdue)
 
     def depart(self, uncached_tokens: int, now: float) -> Flight:
         """A request is sent. `now`: seconds, of any clock that does not go back."""
-        flight = Flight(self, uncached_tokens, now, found_queue=any(other.tokens for other in self.inflight))
+        queued = self.inflight_tokens(now)
+        overdue = now + _MIN_OVERDUE_S + 2 * (queued + uncached_tokens) / self.prefill_tokens_per_s
+        flight = Flight(self, uncached_tokens, now, overdue, found_queue=queued > 0)
         self.inflight.add(flight)
         return flight
 
@@ -61,28 +67,20 @@ def believed_speed(load: Load, pooled: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request on its way. `tokens`: of its prompt, still to compute."""
+    """A request on its way. tokens: of its prompt, still to compute, until the time `overdue`."""
 
     load: Load
     tokens: int
     departed: float
+    overdue: float
     found_queue: bool
-    first_byte: float | None = None
 
-    def __post_init__(self) -> None:
-        self._uncached = self.tokens
-
-    _uncached: int = field(init=False, default=0)
-
-    def arrive(self, now: float) -> None:
-        """The first byte of a streamed answer came: the prompt is computed."""
-        if self.first_byte is not None:
-            return
-        self.first_byte = now
-        self.tokens = 0
+    def arrive(self, now: float, *, is_stream: bool = True) -> None:
+        """The first byte of the answer came: the prompt is computed. Only a stream's tells how fast."""
+        uncached, self.tokens = self.tokens, 0
         took = now - self.departed
-        if not self.found_queue and self._uncached >= _MIN_SAMPLE_TOKENS and took > 0:
-            speed = min(max(self._uncached / took, 10.0), 1e6)
+        if is_stream and not self.found_queue and uncached >= _MIN_SAMPLE_TOKENS and took > 0:
+            speed = min(max(uncached / took, 10.0), 1e6)
             self.load.num_samples += 1
             self.load.prefill_tokens_per_s += _SMOOTHING * (speed - self.load.prefill_tokens_per_s)
 

@@ -40,6 +40,14 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--first-byte-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
     parser.add_argument("--idle-timeout", type=float, default=120.0, metavar="S", help="between bytes (default: 120)")
+    envoy = parser.add_argument_group("Envoy")
+    envoy.add_argument("--ext-proc", metavar="ADDRESS", help="answer Envoy's ext_proc filter there, say 0.0.0.0:9002")
+    envoy.add_argument("--ext-proc-cert", type=Path, metavar="FILE", help="TLS certificate (PEM); default: no TLS")
+    envoy.add_argument("--ext-proc-key", type=Path, metavar="FILE", help="its key (PEM)")
+    envoy.add_argument(
+        "--ext-proc-endpoints", type=int, default=1, metavar="N",
+        help="endpoints named, the choice and its fallbacks; only override_host takes more than 1 (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--shadow", action="store_true", help="decide and tell, but send requests round robin")
     parser.add_argument(
         "--bind-salts",
@@ -61,7 +69,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if not args.replica and args.replicas_file is None and args.config is None:
         return _fail("route needs --replica URL, --replicas-file FILE or --config FILE", code=2)
-    for name, value in (("--block-size", args.block_size), ("--max-running", args.max_running)):
+    for name, value in (
+        ("--block-size", args.block_size),
+        ("--max-running", args.max_running),
+        ("--ext-proc-endpoints", args.ext_proc_endpoints),
+    ):
         if value < 1:
             return _fail(f"{name}: expected a whole number from 1 up, got {value}", code=2)
     for name, value in (("--first-byte-timeout", args.first_byte_timeout), ("--idle-timeout", args.idle_timeout)):
@@ -76,6 +88,13 @@ def _run(args: argparse.Namespace) -> int:
         return _fail(f"--replica: {error}", code=2)
     except OSError as error:
         return _fail(f"--salt-secret-file: {error}")
+    if (args.ext_proc_cert is None) != (args.ext_proc_key is None):
+        return _fail("--ext-proc-cert and --ext-proc-key go together", code=2)
+    try:
+        certificate = args.ext_proc_cert.read_bytes() if args.ext_proc_cert else None
+        key = args.ext_proc_key.read_bytes() if args.ext_proc_key else None
+    except OSError as error:
+        return _fail(f"--ext-proc-cert, --ext-proc-key: {error}")
     options = RouteOptions(
         replicas=replicas,
         replicas_file=args.replicas_file,
@@ -90,6 +109,10 @@ def _run(args: argparse.Namespace) -> int:
         binds_salts=args.bind_salts,
         salt_secret=secret,
         config=args.config,
+        ext_proc=args.ext_proc,
+        ext_proc_certificate=certificate,
+        ext_proc_key=key,
+        ext_proc_endpoints=args.ext_proc_endpoints,
     )
     try:
         return route(options)

@@ -16,7 +16,7 @@ from anaphora.fleet.view import Decision, ReplicaView, RequestView
 from anaphora.router.replica import Replica, ReplicaSpec, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from anaphora.fleet.load import Flight
     from anaphora.identity import Namespace
@@ -183,11 +183,22 @@ class Fleet:
 
     # Deciding
 
-    def decide(self, model: object, prompt: Prompt, salt: str | None, session: str | None = None) -> Routed:
+    def decide(
+        self,
+        model: object,
+        prompt: Prompt,
+        salt: str | None,
+        session: str | None = None,
+        allowed: Container[str] | None = None,
+    ) -> Routed:
         """Choose replicas for a prompt; changes nothing but the table of explanations. Cost: tens of microseconds."""
         started = time.perf_counter()
         now = self.clock()
-        able = [replica for replica in self.replicas.values() if replica.can_take(now)]
+        able = [
+            replica
+            for replica in self.replicas.values()
+            if replica.can_take(now) and (allowed is None or replica.name in allowed)
+        ]
         candidates = serving(able, model)
         adapter = _adapter(candidates, model)
         namespace = prefix_namespace("", adapter, salt)
@@ -239,7 +250,7 @@ class Fleet:
             matched_tokens=matched_tokens,
             device_tokens=device_tokens,
             inflight_requests=len(load.inflight),
-            inflight_tokens=load.inflight_tokens,
+            inflight_tokens=load.inflight_tokens(self.clock()),
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_usage=load.kv_usage,
@@ -265,9 +276,9 @@ class Trip:
         self._flight = flight
         self._visit = visit
 
-    def answered(self) -> None:
+    def answered(self, *, is_stream: bool = True) -> None:
         """The answer's body began: the prompt is computed and in the cache."""
-        self._flight.arrive(self._fleet.clock())
+        self._flight.arrive(self._fleet.clock(), is_stream=is_stream)
         self._fleet.knowledge.confirm(self._visit)
 
     def end(self, *, succeeded: bool) -> None:

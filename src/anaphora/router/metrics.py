@@ -108,7 +108,7 @@ class _FleetCollector:
         gauges = {
             "ready": ("1 if new requests may go there.", lambda r: float(r.can_take(now))),
             "inflight_requests": ("Unfinished requests sent from here.", lambda r: float(len(r.load.inflight))),
-            "inflight_tokens": ("Prompt tokens still to compute.", lambda r: float(r.load.inflight_tokens)),
+            "inflight_tokens": ("Prompt tokens still to compute.", lambda r: float(r.load.inflight_tokens(now))),
             "prefill_tokens_per_second": ("Measured speed.", lambda r: r.load.prefill_tokens_per_s),
             "known_blocks": ("Blocks that are known of.", lambda r: float(fleet.knowledge.index.num_blocks_of(r.name))),
             "is_precise": ("1 if its events are followed.", lambda r: float(fleet.knowledge.kind(r.name) == "precise")),

@@ -18,7 +18,7 @@ from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Container
 
     from starlette.types import Receive, Scope, Send
 
@@ -83,8 +83,11 @@ class Proxy:
             self._metrics.streams.dec()
             gone.cancel()
 
-    async def route(self, scope: Scope, body: bytes) -> tuple[Routed, bytes]:
-        """Return the decision for a request, and the body to send. Raises ApiError."""
+    async def route(self, scope: Scope, body: bytes, *, allowed: Container[str] | None = None) -> tuple[Routed, bytes]:
+        """Return the decision for a request, and the body to send.
+
+        scope: `headers` and `path` are read. allowed: names of the replicas that may be chosen; None: all.
+        """
         fields = read_body(body) if body else None
         headers = dict(scope["headers"])
         if fields is not None and self._salt_secret is not None:
@@ -98,7 +101,7 @@ class Proxy:
         salt = prompt_fields.cache_salt if isinstance(prompt_fields.cache_salt, str) else None
         header = self._fleet.policy.session_header
         session = headers.get(header.lower().encode(), b"").decode("latin-1") if header else None
-        routed = self._fleet.decide(prompt_fields.model, prompt, salt, session)
+        routed = self._fleet.decide(prompt_fields.model, prompt, salt, session, allowed)
         self._metrics.decision_s.observe(routed.decided_s)
         if scope["path"].startswith("/v1"):
             self._fleet.remember(routed)
@@ -203,7 +206,8 @@ class Proxy:
         theirs = [(key, value) for key, value in answer.headers if not key.startswith(_PRIVATE)]
         is_success = answer.status < 400
         content_type = dict(theirs).get(b"content-type", b"")
-        await client.start(answer.status, theirs + told, is_event_stream=content_type.startswith(b"text/event-stream"))
+        is_stream = content_type.startswith(b"text/event-stream")
+        await client.start(answer.status, theirs + told, is_event_stream=is_stream)
         is_first = True
         chunks = answer.chunks()
         while True:
@@ -215,7 +219,7 @@ class Proxy:
                 is_first = False
                 self._metrics.first_byte_s.observe(self._fleet.clock() - started)
                 if is_success:
-                    trip.answered()
+                    trip.answered(is_stream=is_stream)
             usage.feed(chunk)
             await client.body(chunk)
         if is_success:

@@ -43,6 +43,7 @@ class RouteOptions:
 
     replicas_file: one replica a line (URL, then options like kv-events=tcp://...), read again whenever it changes.
     config: an EndpointPickerConfig of llm-d; without it requests go where they cost least time.
+    ext_proc: an address, 0.0.0.0:9002, where Envoy asks for endpoints; TLS with a certificate and its key (PEM).
     model: a path, for exact tokens; without it the text is estimated.
     """
 
@@ -64,6 +65,10 @@ class RouteOptions:
     binds_salts: bool = False
     salt_secret: bytes | None = None
     config: Path | None = None
+    ext_proc: str | None = None
+    ext_proc_certificate: bytes | None = None
+    ext_proc_key: bytes | None = None
+    ext_proc_endpoints: int = 1
 
 
 def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | None = None) -> RouterApp:
@@ -113,6 +118,8 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
     fleet.reconcile(specs)
     if options.replicas_file is not None or discovery is not None or any(spec.kv_events for spec in specs):
         background.append(_follower(fleet).run)
+    if options.ext_proc is not None:
+        background.append(_picker_job(options, options.ext_proc, fleet, proxy, metrics))
     return RouterApp(fleet, proxy, metrics, upstream, background)
 
 
@@ -143,6 +150,22 @@ def prompt_source(model: str | None) -> PromptSource:
     from anaphora.router.model_text import load_text_side  # noqa: PLC0415 - needs the tokenizers package
 
     return ModelPrompts(*load_text_side(Path(model)))
+
+
+def _picker_job(
+    options: RouteOptions, address: str, fleet: Fleet, proxy: Proxy, metrics: Metrics
+) -> Callable[[], Awaitable[None]]:
+    from anaphora.router.envoy import EndpointPicker, make_server, serve_picker  # noqa: PLC0415 - needs grpcio
+
+    picker = EndpointPicker(
+        fleet, proxy, metrics, num_endpoints=options.ext_proc_endpoints, body_limit_bytes=options.body_limit_bytes
+    )
+
+    async def run() -> None:
+        server, _ = make_server(address, certificate=options.ext_proc_certificate, key=options.ext_proc_key)
+        await serve_picker(picker, fleet, server)
+
+    return run
 
 
 def _load_config(path: Path) -> PickerConfig:

