@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from anaphora.lab.importers.source import LogError
 
 if TYPE_CHECKING:
+    from anaphora.engine.cost_model import HardwareProfile
     from anaphora.model.shape import ModelShape
     from anaphora.model.tokenizer import Tokenizer
 
@@ -21,17 +22,61 @@ def kv_bytes_per_token(reference: str) -> int:
 
     Raises LogError: it is neither.
     """
+    _, row = _row(reference)
+    if row is not None:
+        if "kv_bytes_per_token" in row:
+            return row["kv_bytes_per_token"]
+        return 2 * row["layers"] * row["kv_heads"] * row["head_dim"] * _BYTES_PER_VALUE
+    shape = read_shape(reference)
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _BYTES_PER_VALUE
+
+
+def model_shape(reference: str) -> ModelShape:
+    """The whole shape of a model: of the table where it has it, else of the files. Raises LogError."""
+    from anaphora.model.shape import ModelShape  # noqa: PLC0415  (numpy)
+
+    name, row = _row(reference)
+    if row is None:
+        return read_shape(reference)
+    if "hidden" not in row:
+        raise LogError(f"model: the table has no whole shape of {name}; give the path of its files")
+    return ModelShape(
+        "llama",
+        row["layers"],
+        row["hidden"],
+        row["intermediate"],
+        row["heads"],
+        row["kv_heads"],
+        row["head_dim"],
+        row["vocabulary"],
+        max_context=1 << 17,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-5,
+    )
+
+
+def hardware(reference: str) -> HardwareProfile:
+    """A machine by its name in `hardware.toml`, or by the file that `anaphora calibrate` wrote. Raises LogError."""
+    from anaphora.engine.cost_model import HardwareProfile  # noqa: PLC0415  (numpy)
+
+    table = tomllib.loads(files("anaphora.lab").joinpath("hardware.toml").read_text())
+    if reference in table:
+        return HardwareProfile(name=reference, **table[reference])
+    try:
+        return HardwareProfile.load(Path(reference))
+    except (OSError, ValueError) as error:
+        raise LogError(f"--hardware: one of {', '.join(table)}, or a profile's file: {error}") from None
+
+
+def _row(reference: str) -> tuple[str, dict[str, int] | None]:
     table = tomllib.loads(files("anaphora.lab").joinpath("models.toml").read_text())
     wanted = reference.lower().rpartition("/")[2]
     for name, row in table.items():
         if name.lower() == wanted:
-            if "kv_bytes_per_token" in row:
-                return int(row["kv_bytes_per_token"])
-            return int(2 * row["layers"] * row["kv_heads"] * row["head_dim"] * _BYTES_PER_VALUE)
+            return name, row
     if not Path(reference).expanduser().exists():
         raise LogError(f"model: {reference!r} is no file or folder here, and none of {', '.join(table)}")
-    shape = read_shape(reference)
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _BYTES_PER_VALUE
+    return reference, None
 
 
 def read_shape(reference: str) -> ModelShape:

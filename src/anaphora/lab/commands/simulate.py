@@ -13,6 +13,7 @@ from anaphora.lab.commands.options import add_log, capacity, fail, note, note_re
 if TYPE_CHECKING:
     import argparse
 
+    from anaphora.lab.page import Table
     from anaphora.lab.simulate import Outcome
     from anaphora.lab.trace import Trace
 
@@ -39,6 +40,16 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
                         help="engine: whole blocks, not the last token; listed: all that the trace lists")  # fmt: skip
     parser.add_argument("--measure-after", type=share, default=0.0, metavar="SHARE",
                         help="count only requests after this share of them, 0.5 for the last half")  # fmt: skip
+    engine = parser.add_argument_group("whole engines on a virtual clock")
+    engine.add_argument("--engine", action="store_true", help="queue, batches, time; needs --model, --capacity")
+    engine.add_argument("--hardware", default="h100", metavar="NAME",
+                        help="h100, a100 (data sheets), or a file of `anaphora calibrate` (default: h100)")  # fmt: skip
+    engine.add_argument("--queue-order", choices=["fcfs", "lpm", "dfs", "fair"], default="fcfs", help="default: fcfs")
+    engine.add_argument("--max-num-seqs", type=positive, default=64, metavar="N", help="in a step (default: 64)")
+    engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, metavar="N", help="default: 8192")
+    engine.add_argument("--speed", default="1", metavar="X",
+                        help="arrivals X times as fast as in the trace; max: all at once (default: 1)")  # fmt: skip
+    engine.add_argument("--beside-no-cache", action="store_true", help="the same without a cache too")
     parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: one a core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write the pictures there")
@@ -73,6 +84,8 @@ def _simulate(args: argparse.Namespace) -> int:
         ]
     except ValueError as error:
         return fail(str(error), code=2)
+    if args.engine:
+        return _simulate_engines(args, trace, capacities)
     common = Setting(
         block_size=trace.block_size,
         routing=args.routing,
@@ -101,6 +114,72 @@ def _simulate(args: argparse.Namespace) -> int:
         if args.report:
             note(f"The report is in {args.report}.")
     return 0
+
+
+def _simulate_engines(args: argparse.Namespace, trace: Trace, capacities: list[int | None]) -> int:
+    from dataclasses import replace
+
+    from anaphora.lab.engine_run import EngineSetting, engine_table, run_engines, ttft_picture
+    from anaphora.lab.importers import LogError
+    from anaphora.lab.model_files import hardware, model_shape
+    from anaphora.lab.page import page
+    from anaphora.lab.progress import ProgressBar
+
+    speed = _speed(args.speed)
+    bounded = [size for size in capacities if size is not None]
+    if args.model is None or len(bounded) < len(capacities):
+        return fail("--engine: needs --model and --capacity, and no unbounded one", code=2)
+    if speed == 0:
+        return fail(f"--speed: expected a number above 0, or max, got {args.speed!r}", code=2)
+    if args.routing == "prefix" or "optimum" in args.policy or args.count == "listed" or args.measure_after:
+        return fail("--engine: not with --routing prefix, --policy optimum, --count listed, --measure-after", code=2)
+    if trace.block_size > 512:
+        return fail("--engine: blocks of 512 tokens at most", code=2)
+    settings = [
+        EngineSetting(
+            size, policy, num, trace.block_size, args.routing, args.index, args.queue_order,
+            args.max_num_seqs, args.max_num_batched_tokens, speed,
+        )
+        for size in bounded
+        for policy in args.policy
+        for num in args.replicas
+    ]  # fmt: skip
+    if args.beside_no_cache:
+        settings.append(replace(settings[-1], has_cache=False))
+    try:
+        shape, profile = model_shape(args.model), hardware(args.hardware)
+        outcomes = []
+        with ProgressBar(len(settings), "simulating engines") as bar:
+            for setting in settings:
+                outcomes.append(run_engines(trace, setting, shape, profile))
+                bar.advance()
+        picture = ttft_picture(outcomes)
+        if args.svg and picture:
+            args.svg.mkdir(parents=True, exist_ok=True)
+            (args.svg / "ttft.svg").write_text(picture)
+        if args.report:
+            pieces: list[str | Table] = [_sentence(trace), engine_table(outcomes), picture or ""]
+            args.report.write_text(page(f"Simulated: {trace.name}", pieces))
+    except (LogError, ValueError) as error:
+        return fail(str(error))
+    except OSError as error:
+        return fail(f"{error.filename}: {error.strerror}")
+    if args.json:
+        print(json.dumps({"trace": _described(trace), "runs": [o.as_dict() for o in outcomes]}, indent=2))
+    else:
+        print(f"{_sentence(trace)}\n{args.model} on {profile.name}\n\n{engine_table(outcomes).to_text()}")
+    return 0
+
+
+def _speed(text: str) -> float | None:
+    """Times as fast; None for all at once; 0 for what is neither."""
+    if text == "max":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 < value < float("inf") else 0.0
 
 
 def _described(trace: Trace) -> dict[str, object]:

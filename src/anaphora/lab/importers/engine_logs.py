@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from typing import TYPE_CHECKING
 
 from anaphora.lab.importers.fields import FieldError, parse_time
@@ -118,7 +119,9 @@ def _request(
 
 def _literal(spelled: str) -> str | None:
     try:
-        value = ast.literal_eval(spelled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that mean nothing
+            value = ast.literal_eval(spelled)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise FieldError("prompt: expected a quoted string") from None
     return value if isinstance(value, str) else None
