@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -128,6 +126,10 @@ def sweep(trace: Trace, settings: Sequence[Setting], jobs: int = 1) -> list[Outc
                 outcomes.append(run(trace, setting))
                 bar.advance()
             return outcomes
+        # Here, so that a single run need not load them.
+        import multiprocessing  # noqa: PLC0415
+        from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
+
         found: dict[int, Outcome] = {}
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_take, initargs=(trace,)) as pool:

@@ -95,7 +95,7 @@ def build_trace(
     Raises LogError: a log of named blocks of several sizes, or more distinct blocks than ids.
     """
     trace = Trace(name, 1, block_size=block_size or DEFAULT_BLOCK_SIZE)
-    known: dict[tuple[str, int], int] = {}
+    names = _Names()
     clock = 0.0
     for request in requests:
         clock = clock if request.time_s is None else request.time_s
@@ -110,7 +110,7 @@ def build_trace(
                 raise LogError(f"{name}: line {request.line}: blocks of another size than before")
             trace.unit, trace.listed_block = unit, request.blocks.block_size
             length = request.num_prompt_tokens or len(request.blocks.ids) * request.blocks.block_size
-            units, tail = _units(request.blocks, unit, length, known)
+            units, tail = _units(request.blocks, unit, length, names)
             prompt = Prompt(units, tail, length, clock, namespace, session, num_output, request.line)
         else:
             encoded = encode(request, encoder)
@@ -130,14 +130,33 @@ def _namespace(request: LoggedRequest) -> Namespace:
     return Namespace(model=request.model or "", adapter=adapter, salt=request.salt or None)
 
 
-def _units(blocks: Blocks, unit: int, length: int, known: dict[tuple[str, int], int]) -> tuple[bytes, int | None]:
+class _Names:
+    """Blocks' names as small indices, each scope's apart."""
+
+    def __init__(self) -> None:
+        self._scopes: dict[str, dict[int, int]] = {}
+        self.num = 0
+
+    def indices(self, blocks: Blocks) -> list[int]:
+        """An index for each block; equal names of a scope, equal indices."""
+        known = self._scopes.setdefault(blocks.scope, {})
+        found = []
+        for name in blocks.ids:
+            index = known.get(name)
+            if index is None:
+                index = known[name] = self.num
+                self.num += 1
+            found.append(index)
+        return found
+
+
+def _units(blocks: Blocks, unit: int, length: int, names: _Names) -> tuple[bytes, int | None]:
     per_block = blocks.block_size // unit
     whole, rest = divmod(length, unit)
-    ids: list[int] = []
-    for name in blocks.ids:
-        first = known.setdefault((blocks.scope, name), len(known)) * per_block
-        ids.extend(range(first, first + per_block))
-    if ids and max(ids) > MAX_TOKEN_ID:
+    ids = names.indices(blocks)
+    if per_block > 1:
+        ids = [index * per_block + k for index in ids for k in range(per_block)]
+    if names.num * per_block > MAX_TOKEN_ID:
         raise LogError(f"more than {MAX_TOKEN_ID:,} distinct blocks; choose a larger --block-size")
     tail = ids[whole] if rest and whole < len(ids) else None
-    return pack(ids[:whole]), tail
+    return pack(ids if whole == len(ids) else ids[:whole]), tail

@@ -106,7 +106,7 @@ class Fields:
         """A list of integers that fit 64 bits."""
         items = self.items(name)
         # A token id or a block's name; True is an int to Python and to nobody else.
-        if not all(item.__class__ is int and -(2**63) <= item < 2**64 for item in items):
+        if not set(map(type, items)) <= {int} or (items and not (min(items) >= -(2**63) and max(items) < 2**64)):  # type: ignore[type-var, operator]
             raise self.wrong(name, "a list of integers")
         return tuple(items)  # type: ignore[arg-type]
 
