@@ -15,6 +15,8 @@ from anaphora.cli import main
 from anaphora.lab.live.diagnosis import CAUSES, diagnose
 from anaphora.lab.live.server import Config, config_of, parse_metrics
 
+from .samples import SAMPLES
+
 VLLM = 'vllm:cache_config_info{block_size="%d",enable_prefix_caching="%s",num_gpu_blocks="1000"} 1\n'
 
 
@@ -141,3 +143,10 @@ class TestCommand:
         now.write_text(vllm(1_150_000, 99_600))
         assert main(["explain", str(now), "--since", str(before)]) == 0
         assert "66.40%" in capsys.readouterr().out
+
+    def test_a_capture_of_kv_events(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(SAMPLES["kv-events"].splitlines()[0] + b"\n" + SAMPLES["kv-events"].splitlines()[1])
+        assert main(["explain", str(path), "--json"]) == 0
+        (replica,) = json.loads(capsys.readouterr().out)["replicas"]
+        assert (replica["replica"], replica["blocks"], replica["missed_batches"]) == ("p1", 1, 1)

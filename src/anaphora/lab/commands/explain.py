@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from anaphora.lab.explain.case import Case
     from anaphora.lab.explain.report import Worth
     from anaphora.lab.explain.waterfall import Reality
-    from anaphora.lab.importers import ReadReport
+    from anaphora.lab.importers import Log, ReadReport
     from anaphora.lab.page import Table
     from anaphora.lab.record import LoggedRequest
 
@@ -77,6 +77,8 @@ def _explain(args: argparse.Namespace) -> int:
         if log.format.name == "prometheus":
             code, rate = explain_metrics(args)
             return code or _judge(args.fail_under, rate)
+        if log.format.name == "kv-events":
+            return _explain_events(args, log)
         requests = list(islice(log.requests(), args.limit))
         note_report(log.report)
         return _explain_requests(args, requests, encoder, log.report)
@@ -181,6 +183,37 @@ def _explain_usage(args: argparse.Namespace, requests: list[LoggedRequest], read
         if report.not_reported[0]:
             note(NOT_REPORTED)
     return _judge(args.fail_under, report.reported_rate)
+
+
+def _explain_events(args: argparse.Namespace, log: Log) -> int:
+    """What each replica held at the end of a capture, and what was missed on the way."""
+    from anaphora.lab.importers.kv_events import ReplicaState
+    from anaphora.lab.page import Table
+
+    latest: dict[str, ReplicaState] = {}
+    missed: dict[str, int] = {}
+    unknown: dict[str, int] = {}
+    for state in islice(log.records(), args.limit):
+        if isinstance(state, ReplicaState):
+            latest[state.replica] = state
+            missed[state.replica] = missed.get(state.replica, 0) + state.num_missed
+            unknown[state.replica] = unknown.get(state.replica, 0) + state.num_unknown_removed
+    note_report(log.report)
+    if args.json:
+        replicas = [
+            {"replica": name, "model": s.model, "blocks": s.num_blocks, "missed_batches": missed[name],
+             "removed_but_unknown": unknown[name]}
+            for name, s in latest.items()
+        ]  # fmt: skip
+        print(json.dumps({"read": log.report.as_dict(), "replicas": replicas}, indent=2))
+        return 0
+    rows = [
+        [name, s.model, f"{s.sequence:,}", f"{s.num_blocks:,}", f"{missed[name]:,}", f"{unknown[name]:,}"]
+        for name, s in latest.items()
+    ]
+    header = ["replica", "model", "last batch", "blocks held", "missed batches", "removed but unknown"]
+    print(Table(header, rows).to_text())
+    return 0
 
 
 def _judge(threshold: float | None, rate: float | None) -> int:

@@ -119,10 +119,14 @@ class Log:
         """
         if not self.format.has_requests:
             raise LogError(f"{self.path}: {self.format.title} has no requests in it")
+        for record in self.records():
+            if isinstance(record, LoggedRequest):
+                yield record
+
+    def records(self) -> Iterator[Any]:
+        """Everything that the format has, requests or not. Raises LogError: the file cannot be read."""
         with open_log(self.path) as stream:
-            for record in read_records(stream, self.format, self.report):
-                if isinstance(record, LoggedRequest):
-                    yield record
+            yield from read_records(stream, self.format, self.report)
 
 
 def open_requests(path: Path, name: str | None = None) -> Log:
