@@ -134,9 +134,7 @@ def test_no_prompts_give_no_completions(llm: LLM) -> None:
 
 
 def test_an_unknown_executor_or_option_is_refused(model: Model) -> None:
-    with pytest.raises(
-        ValueError, match=r"executor: 'abacus' is not known; allowed are \['auto', 'native', 'native-q8', 'reference'\]"
-    ):
+    with pytest.raises(ValueError, match=r"executor: 'abacus' is not known; allowed are \['auto', .*'torch'\]"):
         LLM(model, executor="abacus")  # type: ignore[typeddict-item]
     with pytest.raises(TypeError, match="blocksize"):
         LLM(model, blocksize=16)  # type: ignore[call-arg]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ExecutorKind: TypeAlias = Literal["auto", "native", "native-q8", "reference"]
+ExecutorKind: TypeAlias = Literal["auto", "native", "native-q8", "reference", "torch"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 """Memory for KV where there is plenty of it."""
@@ -65,9 +65,10 @@ def build_engine(
     """Return an engine that runs `model`, with its KV pages allocated.
 
     executor: "native" is C++, bf16, compiled at first use; "native-q8" is the same with 8-bit weights; "reference" is
-        numpy, float32, several times slower;
+        numpy, float32, several times slower; "torch" is transformers' own model, in float32 on a CPU, of any
+        decoder-only architecture that it knows;
         "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
-    index: how prefixes are found, "radix" or "hash".
+    index: how prefixes are found, "radix" or "hash"; with attention windows always "hash", which knows them.
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
     events: whether the manager records KV events, which somebody has to take then.
@@ -75,7 +76,9 @@ def build_engine(
 
     Raises:
         ValueError: an unknown executor, index or order, a limit below 1, too little memory for one block, more than the
-            machine has, or "native" where it cannot be built; the message names the option and what is allowed.
+            machine has, or "native" or "torch" where they cannot be had; the message names the option and what is
+            allowed.
+        ModelError: the model is of an architecture that this executor does not run.
         MemoryError: the machine has that much, but this process does not get it.
     """
     if kv_memory_bytes is not None:
@@ -84,6 +87,7 @@ def build_engine(
         raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
     runner = _EXECUTORS[executor](model)
     block_size = choose_block_size(runner)
+    windows = [group.window for group in runner.layer_groups]
     # Only now: what the executor itself takes is not free any more.
     memory = default_kv_memory_bytes() if kv_memory_bytes is None else kv_memory_bytes
     num_blocks = num_blocks_for(memory, runner.layer_groups, block_size)
@@ -92,7 +96,8 @@ def build_engine(
         KVCacheManager(
             num_blocks=num_blocks,
             block_size=block_size,
-            index=index,
+            index=index if windows == [None] else "hash",
+            windows=windows,
             events=events,
             measure_residency=measure_residency,
         ),
@@ -209,9 +214,20 @@ def _reference(model: Model) -> Executor:
     return ReferenceExecutor(model.shape, model.weights)
 
 
+def _torch(model: Model) -> Executor:
+    try:
+        from anaphora.engine.torch_executor import TorchExecutor  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"executor: 'torch' needs the package {error.name}; pip install 'anaphora[torch]' brings it"
+        ) from None
+    return TorchExecutor.of(model)
+
+
 _EXECUTORS: dict[str, Callable[[Model], Executor]] = {
     "auto": _auto,
     "native": _native,
     "native-q8": partial(_native, weight_format="q8_0"),
     "reference": _reference,
+    "torch": _torch,
 }

