@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anaphora.engine.request import SamplingParams
 from anaphora.engine.sampling import Sampler, token_logprob
@@ -76,6 +78,48 @@ def test_top_p_counts_within_what_top_k_left() -> None:
     assert set(draw(logits, top_k=2, top_p=0.67)) == {1, 3}
 
 
+def test_min_p_keeps_what_is_so_likely_beside_the_likeliest_at_the_temperature() -> None:
+    logits = np.log(row(0.1, 0.5, 0.15, 0.25))
+    assert set(draw(logits, min_p=0.51)) == {1}
+    assert set(draw(logits, min_p=0.49)) == {1, 3}
+    assert set(draw(logits, min_p=0.29)) == {1, 2, 3}
+    assert set(draw(logits, temperature=0.5, min_p=0.26)) == {1}
+    assert set(draw(logits, 50, min_p=1.0)) == {1}
+
+
+def test_top_p_counts_within_what_min_p_left() -> None:
+    logits = np.log(row(0.1, 0.5, 0.15, 0.25))
+    assert set(draw(logits, min_p=0.4, top_p=0.66)) == {1}
+    assert set(draw(logits, min_p=0.4, top_p=0.67)) == {1, 3}
+
+
+LARGE_ROWS = st.builds(
+    # Few distinct values, so that there are many equals, and rows of more than one group and chunk.
+    lambda seed, size, levels: (
+        np.random.default_rng(seed).integers(0, levels, size).astype(np.float32) * np.float32(8 / levels)
+    ),
+    st.integers(0, 2**32),
+    st.integers(1, 9000),
+    st.sampled_from([1, 2, 30, 3000]),
+)
+
+
+@given(LARGE_ROWS, st.integers(1, 1500))
+def test_the_k_likeliest_are_found_in_any_row(logits: Any, k: int) -> None:
+    best_first = np.argsort(-logits, kind="stable")[:k].tolist()
+    assert set(draw(logits, 30, top_k=k)) <= set(best_first)
+    assert [token_id for token_id, _ in token_logprob(logits, 0, k).top] == best_first
+
+
+@given(LARGE_ROWS, st.floats(0.01, 0.999))
+def test_the_nucleus_is_found_in_any_row(logits: Any, top_p: float) -> None:
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp(logits[order].astype(np.float64) - logits.max())
+    before = np.concatenate(([0.0], np.cumsum(weights)[:-1])) / weights.sum()
+    allowed = set(order[before < top_p + 1e-5].tolist())
+    assert set(draw(logits, 30, top_p=top_p)) <= allowed
+
+
 def test_top_p_of_a_flat_distribution_looks_beyond_the_likeliest_tokens() -> None:
     flat = np.zeros(5000, dtype=np.float32)
     assert max(draw(flat, 2000, top_p=0.5)) in range(2400, 2500)
@@ -83,6 +127,13 @@ def test_top_p_of_a_flat_distribution_looks_beyond_the_likeliest_tokens() -> Non
 
 def test_an_impossible_token_is_never_drawn() -> None:
     assert set(draw(row(-math.inf, 0, 0, -math.inf))) == {1, 2}
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    before = RANDOM_ROW.copy()
+    draw(RANDOM_ROW, 5, top_k=9, top_p=0.5, min_p=0.01, repetition_penalty=1.5, logit_bias={3: 5.0})
+    token_logprob(RANDOM_ROW, 3, 5)
+    assert (before == RANDOM_ROW).all()
 
 
 def test_a_position_draws_the_same_whatever_was_drawn_before() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from anaphora.engine.executor import LayerGroup, Output
 from anaphora.engine.sampling import Sampler
+from anaphora.tokens import pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +104,7 @@ def toy_logits(tokens: Sequence[int]) -> NDArray[np.float32]:
 
 def toy_output(prompt: Sequence[int], sampling: SamplingParams, seed: int = 0) -> tuple[int, ...]:
     """What a request must produce whatever runs beside it: its tokens alone, without an engine, a cache or pages."""
-    sampler = Sampler(sampling, seed if sampling.seed is None else sampling.seed)
+    sampler = Sampler(sampling, seed if sampling.seed is None else sampling.seed, pack(list(prompt)))
     tokens = list(prompt)
     for position in range(sampling.max_tokens):
         tokens.append(sampler.sample(toy_logits(tokens), position))

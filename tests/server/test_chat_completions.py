@@ -56,6 +56,16 @@ def test_end_of_sequence_finishes_with_stop(live: LiveServer) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+def test_bias_and_penalties_change_what_is_drawn(live: LiveServer) -> None:
+    # The model all but says what comes next: its logit is 100, all others are 0.
+    assert text(live, temperature=0, logit_bias={"120": 100, "121": 100.0, "122": -100}) == "defg"
+    assert text(live, temperature=0, logit_bias={str(ord("d")): -100, str(ord("q")): 1}) == "qrst"
+    # "e" is in the prompt's "user", so it falls to 1; "d" was drawn, so it rises to 2.
+    assert text(live, temperature=0, repetition_penalty=100, presence_penalty=-2) == "dddd"
+    assert text(live, temperature=0, frequency_penalty=-2, logit_bias={"100": 1, "101": -99.5}) == "dddd"
+    assert text(live, temperature=1, min_p=0.5, top_k=3) == "defg"
+
+
 def test_max_tokens_default_to_the_rest_of_the_context(live: LiveServer) -> None:
     live.post(PATH, {"messages": user("w")})
     assert live.engine.service.requests[-1].sampling.max_tokens == 2048 - len("user: w")

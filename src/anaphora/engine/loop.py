@@ -86,7 +86,7 @@ class EngineStats:
 
 
 def _new_sampler(request: Request, seed: int) -> TokenSource:
-    return Sampler(request.sampling, seed)
+    return Sampler(request.sampling, seed, request.prompt)
 
 
 class Engine:
@@ -223,11 +223,10 @@ class Engine:
             raise RequestError(
                 "prompt", f"prompt[{position}]: {ids[position]} is no token id; allowed are 0 to {vocab_size - 1}"
             )
-        for token_id in sampling.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    "stop_token_ids", f"stop_token_ids: {token_id} is no token id; allowed are 0 to {vocab_size - 1}"
-                )
+        for name, of_field in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            for token_id in of_field:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(name, f"{name}: {token_id} is no token id; allowed are 0 to {vocab_size - 1}")
         if sampling.stop and self._new_detokenizer is None:
             raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
         if sampling.n > self._scheduler.max_num_seqs:

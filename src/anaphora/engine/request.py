@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from anaphora.identity import Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -18,6 +21,8 @@ MAX_SAMPLES = 128
 """Outputs of one prompt."""
 
 MAX_PRIORITY = 1000
+
+MAX_LOGIT_BIAS = 100
 
 
 class RequestError(ValueError):
@@ -32,16 +37,24 @@ class RequestError(ValueError):
 class SamplingParams:
     """How the next token is drawn.
 
-    temperature 0 is greedy. top_k 0 and top_p 1.0 switch those filters off. With a `seed` the same request draws the
-    same tokens whatever runs beside it. `stop` are strings: the output ends before the first of them to appear.
-    `logprobs` asks for log-probabilities of the drawn token and of that many alternatives, None for none at all.
-    `n` outputs are drawn for the prompt, which is computed once; the j-th (from 0) has the seed `seed` + j.
+    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch those filters off; min_p drops tokens less likely
+    than min_p times the likeliest. `logit_bias` (token id to bias, -100 to 100) and the penalties, whose neutral values
+    are 0, 0 and 1, change the logits before all that, greedy included: `anaphora.engine.penalties` has the rules. With
+    a `seed` the same request draws the same tokens whatever runs beside it. `stop` are strings: the output ends before
+    the first of them to appear. `logprobs` asks for log-probabilities of the drawn token and of that many alternatives,
+    None for none at all. `n` outputs are drawn for the prompt, which is computed once; the j-th (from 0) has the seed
+    `seed` + j.
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -55,6 +68,10 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "between 0.01 and 100"),
             (
                 "stop",
                 len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
@@ -68,6 +85,13 @@ class SamplingParams:
                 value = repr(getattr(self, name))
                 shown = value if len(value) <= 100 else f"{value[:100]}..."
                 raise RequestError(name, f"{name}: {shown} is not allowed; it must be {allowed}")
+        for token_id, bias in self.logit_bias.items():
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise RequestError(
+                    "logit_bias",
+                    f"logit_bias[{token_id}]: {bias} is not allowed; "
+                    f"it must be between -{MAX_LOGIT_BIAS} and {MAX_LOGIT_BIAS}",
+                )
 
 
 @dataclass(slots=True)

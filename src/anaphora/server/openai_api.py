@@ -27,6 +27,7 @@ MAX_STOP_STRINGS = 4
 MAX_N = 128
 MAX_CHOICES = 1024
 MAX_COMPLETION_LOGPROBS = 5
+_MAX_ID_DIGITS = 20
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 ROLES = "system, developer, user or assistant"
 
@@ -50,7 +51,7 @@ class VllmArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both generating endpoints take. The last five fields are Anaphora's own, or vLLM's."""
+    """What both generating endpoints take. Those from `top_k` on are not OpenAI's, but vLLM's or Anaphora's own."""
 
     model: str
     n: NumSamples | None = None
@@ -67,6 +68,8 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
 
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
@@ -197,9 +200,6 @@ class Call:
 
 # Fields that are taken only with a value that changes nothing; None always is. What is allowed stands beside.
 _NEUTRAL_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), "leave it out or at 0"),
-    "frequency_penalty": ((0,), "leave it out or at 0"),
-    "logit_bias": (({},), "leave it out or empty"),
     "echo": ((False,), "leave it out or false"),
     "suffix": (("",), "leave it out or empty"),
     "audio": ((), "leave it out"),
@@ -301,6 +301,11 @@ def _call(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or 0,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=_logit_bias(body.logit_bias),
             seed=body.seed,
             stop=_stop_strings(body.stop),
             ignore_eos=bool(body.ignore_eos),
@@ -404,6 +409,15 @@ def _num_tokens(packed: bytes) -> int:
 def _room(prompt: bytes, model: ServedModel) -> int:
     """How many tokens can follow; 1 where none can, for the engine to refuse with the numbers."""
     return max(1, model.max_request_tokens - _num_tokens(prompt))
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    by_id: dict[int, float] = {}
+    for token_id, value in (bias or {}).items():
+        if not (token_id.isascii() and token_id.isdecimal()):
+            raise bad_field("logit_bias", f"expected token ids as keys, got {token_id[:40]!r}")
+        by_id[int(token_id[:_MAX_ID_DIGITS])] = value
+    return by_id
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
