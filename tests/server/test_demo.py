@@ -31,14 +31,19 @@ def test_every_turn_but_the_first_finds_what_the_turn_before_it_left() -> None:
     assert all(HANDBOOK.encode() in bytes(prompt[::4]) for prompt in prompts)
 
 
-def test_table_has_a_row_a_turn_and_a_summary() -> None:
-    lines: list[str] = []
+def test_each_answer_is_shown_as_it_comes_with_what_it_took_and_a_summary() -> None:
+    pieces: list[str] = []
     with serving_fake(FakeEngine(max_context=16_384, num_blocks=1024)) as live, TimingClient(live.url) as client:
-        answers = run_demo(client, "alphabet", lines.append)
-    rows = [line.split() for line in lines if line.split() and line.split()[0].isdigit()]
-    assert [row[0] for row in rows] == [str(turn) for turn in range(1, len(QUESTIONS) + 1)]
-    assert [row[1] for row in rows] == [f"{answer.prompt_tokens:,}" for answer in answers]
-    assert [row[2] for row in rows] == [f"{answer.cached_tokens:,}" for answer in answers]
+        answers = run_demo(client, "alphabet", pieces.append)
+    assert sum(len(answer.text) > 1 for answer in answers), "or nothing could come bit by bit"
+    assert max(map(len, pieces[3:-1])) < 200
+    assert all(letter in pieces for answer in answers for letter in answer.text)
+    lines = "".join(pieces).splitlines()
+    for turn, (question, answer) in enumerate(zip(QUESTIONS, answers, strict=True), 1):
+        first = lines.index(f"{turn}. {question}")
+        assert lines[first + 1] == f"   {answer.text}"
+        took = f"   {answer.prompt_tokens:,} prompt tokens, {answer.cached_tokens:,} of them cached; first token after "
+        assert lines[first + 2].startswith(took)
     num_cached = sum(answer.cached_tokens or 0 for answer in answers)
     num_prompt = sum(answer.prompt_tokens for answer in answers)
     assert lines[-1].strip().startswith(f"Saved: {num_cached:,} of {num_prompt:,} prompt tokens")
@@ -48,12 +53,12 @@ def test_what_takes_long_is_announced_before_the_first_turn() -> None:
     lines: list[str] = []
 
     class NoServer(TimingClient):
-        def stream(self, path: str, body: dict[str, Any]) -> TimedAnswer:
+        def stream(self, path: str, body: dict[str, Any], on_text: object = None) -> TimedAnswer:
             raise ServerError("gone")
 
     with NoServer("http://127.0.0.1:9") as client, pytest.raises(ServerError, match="gone"):
         run_demo(client, "alphabet", lines.append)
-    assert lines[1] == "Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n"
+    assert lines[1] == "Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n\n"
 
 
 def test_a_model_with_too_short_a_context_is_an_explained_failure(live: LiveServer) -> None:

@@ -318,3 +318,22 @@ class TestProtocol:
             assert tiny.json()["choices"][0]["text"] == "de"
             long = live.client.post("/v1/completions", content=b" " * 1_000_000 + body)
             assert long.json()["choices"][0]["text"] == "de"
+
+
+@pytest.mark.parametrize("form", ["vllm", "anaphora"])
+def test_neither_a_salt_nor_a_tenant_leaves_in_clear(form: Any) -> None:
+    pytest.importorskip("zmq")
+    from anaphora.server.kv_events import KvEventOptions, KvEvents
+
+    tenants = Tenants({"a tenant": ["a-key"]})
+    for clear_salts in [False, True]:
+        events = KvEvents(KvEventOptions("tcp://127.0.0.1:*", form=form, clear_salts=clear_salts))
+        with serving_fake(FakeEngine(on_events=events.publish), tenants=tenants, kv_events=events) as live:
+            body = {"model": "alphabet", "prompt": ALPHABET, "max_tokens": 1, "cache_salt": "a secret"}
+            assert live.client.post("/v1/completions", json=body, headers=KEYS).status_code == 200
+            eventually(lambda publisher=events.publisher: publisher.stats().num_published == 1)
+            (sent,) = events.publisher._buffer
+        events.publisher.close()
+        is_clear = clear_salts and form == "vllm"
+        assert (b"a secret" in sent.payload) == is_clear
+        assert (b"a tenant" in sent.payload) == is_clear

@@ -68,8 +68,11 @@ class TimingClient:
             raise ServerError(_describe(error)) from None
         return response.text if response.is_success else ""
 
-    def stream(self, path: str, body: dict[str, Any]) -> TimedAnswer:
-        """Post `body` to /v1/completions or /v1/chat/completions and read the streamed answer to its end."""
+    def stream(self, path: str, body: dict[str, Any], on_text: Callable[[str], object] = lambda _: None) -> TimedAnswer:
+        """Post `body` to /v1/completions or /v1/chat/completions and read the streamed answer to its end.
+
+        on_text: given each piece of text as it comes.
+        """
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         texts: list[str] = []
         ttft_s: float | None = None
@@ -89,6 +92,7 @@ class TimingClient:
                     for choice in chunk["choices"]:
                         ttft_s = self._clock() - started if ttft_s is None else ttft_s
                         texts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                        on_text(texts[-1])
                     usage = chunk.get("usage") or usage
         except httpx.HTTPError as error:
             raise ServerError(_describe(error)) from None

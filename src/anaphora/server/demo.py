@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from anaphora.server.demo_text import HANDBOOK, QUESTIONS
@@ -14,24 +13,28 @@ if TYPE_CHECKING:
     from anaphora.server.client import TimedAnswer, TimingClient
 
 _MAX_ANSWER_TOKENS = 32
-_ANSWER_WIDTH = 74
-_HEAD = f"{'turn':>4}  {'prompt tokens':>13}  {'cached tokens':>13}  {'TTFT ms':>8}  question and answer"
-_INDENT = " " * (_HEAD.index("question"))
 
 
-def run_demo(client: TimingClient, model: str, say: Callable[[str], None] = print) -> list[TimedAnswer]:
-    """Hold the conversation through the API, as any client would; say a line of a table a turn, then what was saved.
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def run_demo(client: TimingClient, model: str, show: Callable[[str], None] = _show) -> list[TimedAnswer]:
+    """Hold the conversation through the API, as any client would; show each answer as it comes and what it took, then
+    what was saved.
+
+    show: given pieces of text, with line ends of their own.
 
     Raises:
         ServerError: the server refused a turn, or went away.
     """
-    say(f"A conversation of {len(QUESTIONS)} turns over one long system prompt, the handbook of an observatory.")
-    say("Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n")
-    say(_HEAD)
+    show(f"A conversation of {len(QUESTIONS)} turns over one long system prompt, the handbook of an observatory.\n")
+    show("Turn 1 computes all of it, some seconds on a CPU; the later ones find it in the cache.\n\n")
     messages: list[dict[str, Any]] = [{"role": "system", "content": HANDBOOK}]
     answers: list[TimedAnswer] = []
     for turn, question in enumerate(QUESTIONS, 1):
         messages.append({"role": "user", "content": question})
+        show(f"{turn}. {question}\n   ")
         answer = client.stream(
             "/v1/chat/completions",
             {
@@ -41,15 +44,15 @@ def run_demo(client: TimingClient, model: str, say: Callable[[str], None] = prin
                 "max_tokens": _MAX_ANSWER_TOKENS,
                 "stop": [". ", "\n"],  # one sentence is enough
             },
+            show,
         )
         messages.append({"role": "assistant", "content": answer.text})
         answers.append(answer)
-        say(
-            f"{turn:>4}  {answer.prompt_tokens:>13,}  {answer.cached_tokens or 0:>13,}  {1000 * answer.ttft_s:>8,.0f}  "
-            f"{question}"
+        show(
+            f"\n   {answer.prompt_tokens:,} prompt tokens, {answer.cached_tokens or 0:,} of them cached; "
+            f"first token after {1000 * answer.ttft_s:,.0f} ms\n\n"
         )
-        say(_INDENT + textwrap.shorten(f"> {answer.text}", _ANSWER_WIDTH, placeholder=" ..."))
-    say("\n" + _summary(answers))
+    show(_summary(answers) + "\n")
     return answers
 
 

@@ -156,7 +156,7 @@ class _Demo:
     def _run(self, server: Server) -> None:
         try:
             with TimingClient(self._url) as client:
-                run_demo(client, self._model, _say)
+                run_demo(client, self._model)
             if not self._exits:
                 _say(f"\nThe server is yours: {self._url}/v1 (Ctrl-C stops it)")
         except ServerError as error:
