@@ -239,9 +239,9 @@ class EventPublisher:
         try:
             payload = batch if isinstance(batch, bytes) else self._encode(batch, ts)
         except ValueError as error:
-            self._stats.num_dropped += 1
             logger.warning("A batch of KV events has no form on the wire: %s", error)
             with self._lock:
+                self._stats.num_dropped += 1
                 self._has_unseen_gap = True
             return
         frames = Frames(self._topic, sequence, payload)
