@@ -103,6 +103,21 @@ class TestReadings:
             ("messages[0].content", None),
         ]
 
+    @pytest.mark.parametrize(
+        ("marker", "ttl_s"),
+        [
+            ({"cache_control": {"type": "ephemeral"}}, 300),
+            ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600),
+            ({"prompt_cache_breakpoint": {"mode": "explicit"}}, 1800),
+            ({"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}, 43_200),
+            ({"cachePoint": {"type": "default"}}, 300),
+        ],
+    )
+    def test_a_mark_lasts_as_long_as_its_own_api_says(self, marker: dict[str, Any], ttl_s: int) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "q", **marker}]}]}
+        records, _ = read(jsonl(body), "openai")
+        assert [part.ttl_s for part in records[0].parts] == [ttl_s]
+
     def test_a_litellm_hit_of_whole_answers_is_no_model_request(self) -> None:
         records, report = read(SAMPLES["litellm"], "litellm")
         assert [r.usage for r in records] == [Usage(1210, 1000, 200)]

@@ -14,6 +14,7 @@ import pytest
 from anaphora.cli import main
 from anaphora.lab.live.diagnosis import CAUSES, diagnose
 from anaphora.lab.live.server import Config, config_of, parse_metrics
+from tests.server.live_server import serving_fake
 
 from .samples import SAMPLES
 
@@ -116,6 +117,17 @@ class TestCommand:
             assert main(["explain", f"{url}/v1", "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["cause"] == "evicted"
             assert main(["explain", url, "--fail-under", "0.5"]) == 3
+
+    def test_our_own_server(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with serving_fake() as live:
+            for _ in range(2):
+                live.post("/v1/completions", {"prompt": "a" * 40, "max_tokens": 5})
+            assert main(["explain", live.url, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["cause"] == "healthy"
+        # 32 of the second prompt's 40 tokens are whole blocks before its last token.
+        assert found["facts"]["hit rate since the start"] == 32 / 80
+        assert found["facts"]["engine"] == "anaphora"
 
     def test_a_server_described_by_itself(self, capsys: pytest.CaptureFixture[str]) -> None:
         pages = {

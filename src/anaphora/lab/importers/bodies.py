@@ -151,10 +151,10 @@ def _block_part(item: object, path: str, section: Section, role: str) -> Part:
 
 def _ttl_s(block: Fields) -> int | None:
     """How long the breakpoint at a block's end lasts, in any API's words; None where there is none."""
-    for name in ("cache_control", "prompt_cache_breakpoint", "cachePoint"):
+    for name, default in (("cache_control", "5m"), ("cachePoint", "5m"), ("prompt_cache_breakpoint", "30m")):
         marker = block.values.get(name)
         if isinstance(marker, dict):
-            return TTLS.get(str(marker.get("ttl", "5m")), 300)
+            return TTLS.get(str(marker.get("ttl", default)), TTLS[default])
     return None
 
 

@@ -80,7 +80,7 @@ def config_of(metrics: Metrics | None, info: dict[str, Any] | None = None) -> Co
             reports_cached_tokens=bool(info.get("enable_cache_report")),
             recomputes_last_block=False,
         )
-    engines = ("vllm", "sglang", "anaphora")
+    engines = ("anaphora", "sglang", "vllm")  # ours writes vLLM's counters beside its own
     engine = next((e for e in engines if any(name.startswith((f"{e}:", f"{e}_")) for name in samples)), None)
     labels = metrics.labels.get("vllm:cache_config_info", {}) if metrics is not None else {}
     enabled = labels.get("enable_prefix_caching", "").lower()
