@@ -70,6 +70,8 @@ class ByteTokenizer:
     adds_bos = False
     eos_token_ids = (EOS,)
     longest_token_bytes = len("<eos>")
+    vocab_size = VOCAB_SIZE
+    special_token_ids = frozenset({EOS})
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> bytes:
         ids = array("i")
@@ -127,4 +129,5 @@ class FakeEngine:
             max_request_tokens=engine.max_request_tokens,
             tokenizer=tokenizer,  # type: ignore[arg-type]
             chat_template=PlainTemplate(),  # type: ignore[arg-type]
+            grammars=engine.grammars,
         )

@@ -22,6 +22,7 @@ import numpy as np
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.grouping import shared_prefixes
 from anaphora.engine.hit_report import hit_report
+from anaphora.engine.json_grammar import JsonGrammars
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
@@ -85,10 +86,6 @@ class EngineStats:
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
-def _new_sampler(request: Request, seed: int) -> TokenSource:
-    return Sampler(request.sampling, seed, request.prompt)
-
-
 class Engine:
     """Continuous batching of requests over an executor and a KVCacheManager, both of which it takes over.
 
@@ -122,7 +119,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         queue_order: QueueOrderChoice = "fcfs",
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
-        new_sampler: Callable[[Request, int], TokenSource] = _new_sampler,
+        new_sampler: Callable[[Request, int], TokenSource] | None = None,
     ) -> None:
         if manager.block_size not in executor.block_sizes:
             raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
@@ -145,6 +142,8 @@ class Engine:
             from anaphora.model.tokenizer import Detokenizer  # noqa: PLC0415
 
             self._new_detokenizer = partial(Detokenizer, tokenizer)
+        self.grammars = None if tokenizer is None else JsonGrammars(tokenizer, eos_token_ids, executor.vocab_size)
+        """Compiles the JSON schemas of requests; without a tokenizer there are none. For any thread."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._scheduler = Scheduler(
             manager,
@@ -155,7 +154,7 @@ class Engine:
         )
         self._seeds = random.Random(seed)
         self._clock = clock
-        self._new_sampler = new_sampler
+        self._new_sampler = new_sampler or self._new_logits_sampler
         self._live: dict[str, list[LiveRequest]] = {}
         """By request, its samples."""
         self._deadlines: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
@@ -208,7 +207,7 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request can never be served here. May be called from any thread.
 
-        Cost: one pass over the prompt.
+        Cost: one pass over the prompt; of a JSON schema that is new here, `JsonGrammars.check`.
         """
         sampling = request.sampling
         if not request.prompt:
@@ -229,6 +228,10 @@ class Engine:
                     raise RequestError(name, f"{name}: {token_id} is no token id; allowed are 0 to {vocab_size - 1}")
         if sampling.stop and self._new_detokenizer is None:
             raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
+        if sampling.json_schema is not None:
+            if self.grammars is None:
+                raise RequestError("json_schema", "json_schema: the engine has no tokenizer, so it cannot be followed")
+            self.grammars.check(sampling.json_schema)
         if sampling.n > self._scheduler.max_num_seqs:
             raise RequestError(
                 "n",
@@ -391,6 +394,11 @@ class Engine:
         self._go_on(live, delta)
         return delta
 
+    def _new_logits_sampler(self, request: Request, seed: int) -> TokenSource:
+        schema = request.sampling.json_schema
+        constraint = None if schema is None or self.grammars is None else self.grammars.start(schema)
+        return Sampler(request.sampling, seed, request.prompt, constraint)
+
     def _new_output(self, sampling: SamplingParams) -> OutputStream:
         detokenizer = None if self._new_detokenizer is None else self._new_detokenizer()
         return OutputStream(sampling, self._eos_token_ids, detokenizer)
@@ -430,7 +438,7 @@ class Engine:
             logprobs: tuple[TokenLogprob, ...] = ()
             if sampling.logprobs is not None:
                 logprobs = (token_logprob(logits, token_id, sampling.logprobs),)
-            piece = live.output.push(token_id)
+            piece = live.output.push(token_id, is_complete=live.sampler.is_complete)
         except Exception as error:
             drawn = (token_id,) if live.output.num_tokens > num_before else ()
             return self._delta(live, token_ids=drawn, finish_reason="error", error=_describe(error))

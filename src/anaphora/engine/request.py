@@ -43,7 +43,8 @@ class SamplingParams:
     a `seed` the same request draws the same tokens whatever runs beside it. `stop` are strings: the output ends before
     the first of them to appear. `logprobs` asks for log-probabilities of the drawn token and of that many alternatives,
     None for none at all. `n` outputs are drawn for the prompt, which is computed once; the j-th (from 0) has the seed
-    `seed` + j.
+    `seed` + j. With a `json_schema` (JSON text) the output is JSON of that schema and ends where that is whole, unless
+    something else ends it before.
     """
 
     max_tokens: int = 16
@@ -61,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         checks: list[tuple[str, bool, str]] = [

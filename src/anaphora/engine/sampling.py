@@ -19,6 +19,7 @@ from anaphora.engine.request import TokenLogprob
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from anaphora.engine.json_grammar import JsonConstraint
     from anaphora.engine.request import SamplingParams
 
 _NUM_SEED_BITS = 128
@@ -31,8 +32,25 @@ _NUCLEUS_GUESSES = (2.0**-6, 2.0**-9, 2.0**-12)
 """Relative to the likeliest token: a nucleus among those above is found without looking at the rest of them."""
 
 
+class LogitsRule(Protocol):
+    """Changes one request's logits before each draw, and is told what was drawn."""
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """Change the logits, float32 [vocab_size], in place."""
+        ...
+
+    def add(self, token_id: int) -> None:
+        """The token was drawn."""
+        ...
+
+
 class TokenSource(Protocol):
     """What gives a request its tokens."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow what was drawn, so that the output ends with it."""
+        ...
 
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """Return output token number `position` (from 0) given its logits, float32 [vocab_size]."""
@@ -45,13 +63,17 @@ class Sampler:
     seed: any integer, taken modulo 2**128. Output token i is drawn with the first 53 of the random bits that the
     counter-based generator Philox4x64-10 (Salmon et al., 2011) gives at key `seed` and counter i + 1.
     prompt: packed int32 ids, which the repetition penalty counts.
+    constraint: allows some tokens only, and says when the output is whole; None allows all.
 
     Raises TypeError for a seed that is no integer.
     """
 
-    __slots__ = ("_generator", "_min_p", "_next_position", "_penalties", "_seed", "_temperature", "_top_k", "_top_p")
+    __slots__ = ("_constraint", "_generator", "_min_p", "_next_position", "_rules", "_seed", "_temperature", "_top_k",
+                 "_top_p")  # fmt: skip
 
-    def __init__(self, params: SamplingParams, seed: int, prompt: bytes = b"") -> None:
+    def __init__(
+        self, params: SamplingParams, seed: int, prompt: bytes = b"", constraint: JsonConstraint | None = None
+    ) -> None:
         self._temperature = params.temperature
         self._top_k = params.top_k
         self._top_p = params.top_p
@@ -59,7 +81,17 @@ class Sampler:
         self._seed = index(seed) % 2**_NUM_SEED_BITS
         self._generator = np.random.Philox(key=self._seed, counter=0)
         self._next_position = 0
-        self._penalties = Penalties(params, prompt) if Penalties.are_needed(params) else None
+        self._constraint = constraint
+        self._rules: list[LogitsRule] = []
+        if Penalties.are_needed(params):
+            self._rules.append(Penalties(params, prompt))
+        if constraint is not None:
+            self._rules.append(constraint)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the constraint, if there is one, lets nothing follow what was drawn."""
+        return self._constraint is not None and self._constraint.is_complete
 
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """Draw output token number `position` (from 0) given its logits, float32 [vocab_size], which stay as they are.
@@ -70,12 +102,14 @@ class Sampler:
         Raises:
             ValueError: the largest logit is not finite, so there is no distribution to draw from.
         """
-        if self._penalties is None:
+        if not self._rules:
             return self._draw(logits, position)
         logits = logits.copy()
-        self._penalties.apply(logits)
+        for rule in self._rules:
+            rule.apply(logits)
         token_id = self._draw(logits, position)
-        self._penalties.add(token_id)
+        for rule in self._rules:
+            rule.add(token_id)
         return token_id
 
     def _draw(self, logits: NDArray[np.float32], position: int) -> int:

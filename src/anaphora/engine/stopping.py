@@ -95,8 +95,8 @@ class OutputStream:
     """Follows one request's output token by token.
 
     The output ends, whichever comes first, with: an end-of-sequence token (unless `ignore_eos`) or one of
-    `stop_token_ids`, "stop", the token having no text; a stop string, "stop", the text ending before it; the
-    `max_tokens`-th token, "length".
+    `stop_token_ids`, "stop", the token having no text; a token that makes it complete, "stop"; a stop string, "stop",
+    the text ending before it; the `max_tokens`-th token, "length".
     """
 
     __slots__ = ("_detokenizer", "_max_tokens", "_stop_strings", "_stop_token_ids", "num_tokens")
@@ -112,11 +112,11 @@ class OutputStream:
         self.num_tokens = 0
         """Output tokens so far."""
 
-    def push(self, token_id: int) -> OutputPiece:
-        """Add the next token; push nothing after a piece with a finish reason."""
+    def push(self, token_id: int, *, is_complete: bool = False) -> OutputPiece:
+        """Add the next token; push nothing after a piece with a finish reason. `is_complete`: nothing can follow it."""
         self.num_tokens += 1
         is_stop_token = token_id in self._stop_token_ids
-        is_last = is_stop_token or self.num_tokens >= self._max_tokens
+        is_last = is_stop_token or is_complete or self.num_tokens >= self._max_tokens
         text = ""
         if self._detokenizer is not None:
             if not is_stop_token:
@@ -128,4 +128,4 @@ class OutputStream:
             return OutputPiece(text, "stop")
         if not is_last:
             return OutputPiece(text, None)
-        return OutputPiece(text + self._stop_strings.flush(), "stop" if is_stop_token else "length")
+        return OutputPiece(text + self._stop_strings.flush(), "stop" if is_stop_token or is_complete else "length")

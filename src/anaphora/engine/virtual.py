@@ -93,6 +93,8 @@ class ScriptedSampler:
 
     __slots__ = ("_token_ids",)
 
+    is_complete = False
+
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self._token_ids = token_ids
 

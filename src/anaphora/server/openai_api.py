@@ -17,6 +17,7 @@ from anaphora.engine.request import MAX_PRIORITY, Request, RequestError, Samplin
 from anaphora.identity import Namespace
 from anaphora.model.chat_template import ChatTemplateError
 from anaphora.server.errors import ApiError, bad_field, unsupported
+from anaphora.server.response_format import ResponseFormat, StructuredOutputs, asked_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,11 +66,13 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
@@ -128,7 +131,6 @@ class ChatCompletionRequest(_SampledRequest, forbid_unknown_fields=True, kw_only
     moderation: Any = None
     prompt_cache_options: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -209,7 +211,6 @@ _NEUTRAL_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "leave it out"),
     "prompt_cache_options": (({}, {"mode": "implicit"}), 'leave it out or at {"mode": "implicit"}'),
     "reasoning_effort": (("none",), 'leave it out or at "none"'),
-    "response_format": (({"type": "text"},), 'leave it out or at {"type": "text"}'),
     "verbosity": ((), "leave it out"),
     "web_search_options": ((), "leave it out"),
 }
@@ -295,7 +296,13 @@ def _call(
 ) -> Call:
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "allowed only with stream = true")
+    schema = None
+    if (asked := asked_schema(body.response_format, body.structured_outputs)) is not None:
+        schema, path = asked
+        field_names = field_names | {"json_schema": path}
     try:
+        if schema is not None and model.grammars is not None:
+            model.grammars.check(schema)  # here, since the engine would do it on the event loop
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -311,6 +318,7 @@ def _call(
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             n=body.n or 1,
+            json_schema=schema,
         )
     except RequestError as error:
         raise _from_request_error(error, field_names) from None

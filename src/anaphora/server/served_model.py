@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from anaphora.engine.json_grammar import JsonGrammars
     from anaphora.engine.loop import Engine
     from anaphora.model import ChatTemplate, Model, Tokenizer
 
@@ -22,6 +23,7 @@ class ServedModel:
     max_context: the longest sequence, in tokens, prompt and output together, that the model may see.
     max_request_tokens: the same, or what the KV pool can hold if that is less.
     created: Unix seconds, when serving began.
+    grammars: the engine's, which compiles the schemas that requests bring.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     created: int = 0
+    grammars: JsonGrammars | None = None
 
     @classmethod
     def of(cls, model: Model, engine: Engine) -> ServedModel:
@@ -43,6 +46,7 @@ class ServedModel:
             tokenizer=model.tokenizer,
             chat_template=model.chat_template,
             created=int(time.time()),
+            grammars=engine.grammars,
         )
 
     def require(self, name: str) -> None:
