@@ -27,7 +27,8 @@ def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]
         OptionError: see there.
     """
     try:
-        model = load_model(ref, PrintedProgress())
+        any_architecture = options.get("executor") == "torch"
+        model = load_model(ref, PrintedProgress(), any_architecture=any_architecture)
     except MemoryError:
         raise ModelError("model: it does not fit into this machine's memory") from None
     try:
