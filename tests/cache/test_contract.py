@@ -9,7 +9,7 @@ import pytest
 from anaphora import Adapter, KVCacheManager, Namespace
 from anaphora.cache.eviction import Tlru
 from anaphora.cache.radix_index import RadixIndex
-from anaphora.identity import BlockDigests, MediaSpan, PromptEmbeds
+from anaphora.identity import BlockDigests, MediaSpan, PromptEmbeds, VllmDigests
 from tests.cache.conftest import admit, run
 from tests.cache.paged_memory import fingerprint
 
@@ -366,8 +366,9 @@ class TestQuotas:
         assert manager.match(tokens(1, 21), self.ALICE) == 20
 
     def test_what_is_not_to_be_had_is_refused_by_name(self):
-        with pytest.raises(ValueError, match="max_blocks"):
-            KVCacheManager(4).set_quota(self.ALICE, -1)
+        for max_blocks in (-1, 2.5, float("nan"), "many", True):
+            with pytest.raises(ValueError, match="max_blocks"):
+                KVCacheManager(4).set_quota(self.ALICE, max_blocks)
         with pytest.raises(ValueError, match="quotas need index='radix'"):
             KVCacheManager(4, index="hash").set_quota(self.ALICE, 1)
         with pytest.raises(ValueError, match=r"windows: .* need index='hash'"):
@@ -837,6 +838,18 @@ class TestRetention:
         assert manager.retain(tokens(41, 45)).num_tokens == 0
         manager.check()
 
+    def test_what_has_run_out_of_time_takes_no_share(self, make):
+        now = [0.0]
+        manager = make(8, clock=lambda: now[0])
+        run(manager, tokens(1, 13))
+        run(manager, tokens(21, 33))
+        manager.retain(tokens(1, 12), ttl_s=5)
+        assert manager.retain(tokens(21, 32)).num_tokens == 4
+        now[0] = 5.0
+        assert manager.retain(tokens(21, 32)).num_tokens == 12
+        assert manager.num_retained_blocks == 3
+        manager.check()
+
     def test_releasing_gives_back_exactly_what_was_kept(self, make):
         manager = make(8)
         run(manager, tokens(1, 9))
@@ -1088,6 +1101,64 @@ class TestInput:
         assert fingerprint(manager) == before
         manager.check()
         other.check()
+
+    def test_a_wrong_type_is_refused_by_the_name_of_its_field(self, make):
+        manager = make(8)
+        for field, call in (
+            ("num_blocks", lambda: KVCacheManager(2**31)),
+            ("index", lambda: KVCacheManager(4, index=["radix"])),
+            ("digests", lambda: make(4, digests="sha256")),
+            ("max_retained_share", lambda: make(4, max_retained_share="half")),
+            ("windows", lambda: KVCacheManager(4, windows=8)),
+            ("window_retention", lambda: KVCacheManager(4, 4, windows=(None, 8), window_retention=4.0)),
+            ("priority", lambda: manager.start([1], priority="high")),
+            ("media", lambda: manager.start([1], media=5)),
+            ("ttl_s", lambda: manager.retain([1], ttl_s="a day")),
+            ("block_ids", lambda: manager.evict_blocks(5)),
+            ("block_ids", lambda: manager.evict_blocks([1.5])),
+            ("namespace", lambda: manager.set_quota("tenant", 1)),
+        ):
+            with pytest.raises((ValueError, TypeError), match=field):
+                call()
+        assert manager.match([1, 2, 3], media=iter(())) == 0
+        manager.check()
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda manager, sequence: manager.allocate(sequence, 1),
+            lambda manager, sequence: manager.commit(sequence, 1),
+            lambda manager, sequence: manager.append(sequence, [1]),
+            lambda manager, sequence: manager.preempt(sequence),
+            lambda manager, sequence: manager.fork(sequence),
+            lambda manager, sequence: manager.finish(sequence),
+            lambda manager, sequence: manager.abort(sequence),
+            lambda manager, sequence: manager.lookup(sequence),
+            lambda manager, sequence: manager.block_digests(sequence),
+        ],
+        ids=["allocate", "commit", "append", "preempt", "fork", "finish", "abort", "lookup", "block_digests"],
+    )
+    def test_another_managers_sequence_is_refused_whatever_its_state(self, make, call):
+        manager, other = make(8), make(8)
+        run(other, tokens(1, 8))
+        running, waiting = admit(manager, tokens(1, 5)), manager.start(tokens(1, 9))
+        for sequence in (running, waiting):
+            before = fingerprint(manager), fingerprint(other)
+            with pytest.raises(ValueError, match="another manager"):
+                call(other, sequence)
+            assert (fingerprint(manager), fingerprint(other)) == before
+
+    def test_what_events_could_not_name_is_refused_at_the_start(self, make):
+        manager = make(8, events=True, digests=VllmDigests("sha256_cbor"))
+        rows = PromptEmbeds(2, b"ab" * 2, 2)
+        for namespace, media, field in (
+            (Namespace(adapter=Adapter("sha256:aa")), (), "adapter.name"),
+            (Namespace(salt="\ud800"), (), "salt"),
+            (Namespace(), (rows,), "media"),
+        ):
+            with pytest.raises(ValueError, match=field):
+                manager.start(tokens(1, 9), namespace, media=media)
+        manager.check()
 
     def test_only_a_running_sequence_can_be_preempted(self, make):
         manager = make(4)

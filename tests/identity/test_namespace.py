@@ -32,6 +32,23 @@ def test_a_salt_is_a_non_empty_string_or_none(salt, error):
         Namespace(salt=salt)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        (Namespace, {"model": None}, "model"),
+        (Namespace, {"kv_layout": b"bf16"}, "kv_layout"),
+        (Namespace, {"generation": 1.5}, "generation"),
+        (Namespace, {"adapter": "lora"}, "adapter"),
+        (Adapter, {"digest": b"aa"}, "adapter.digest"),
+        (Adapter, {"digest": "aa", "name": 5}, "adapter.name"),
+        (Adapter, {"digest": "aa", "lora_id": "1"}, "adapter.lora_id"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(kind, fields, named):
+    with pytest.raises(TypeError, match=named):
+        kind(**fields)
+
+
 def test_the_salt_is_not_shown():
     assert "tenant-7" not in repr(Namespace(salt="tenant-7"))
 

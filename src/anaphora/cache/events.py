@@ -10,10 +10,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from anaphora.identity import extra_keys
+from anaphora.tokens import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from anaphora.identity import Extras, Namespace
+    from anaphora.identity import BlockDigests, Extras, Media, Namespace
 
 DEVICE = "GPU"
 """The medium of the engine's own blocks, by the name that vLLM gives it on every backend."""
@@ -53,6 +56,16 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def require_names(digests: BlockDigests, namespace: Namespace, media: Sequence[Media], block_size: int) -> None:
+    """Raise ValueError if the digests have no names for the blocks of such a prompt, as vLLM's have none under an
+    adapter without a name. Cost: a digest for each block up to the end of the media."""
+    num_blocks = -(-(media[-1].offset + media[-1].length) // block_size) if media else 1
+    extras = extra_keys(namespace, media, 0, num_blocks, block_size)
+    if extras is not None:
+        # Whether there is a name does not depend on the ids.
+        digests.chain(digests.root(namespace), bytes(num_blocks * block_size * TOKEN_BYTES), block_size, extras)
 
 
 class Mirror:

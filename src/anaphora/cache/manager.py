@@ -10,9 +10,11 @@ the computation. It is not thread-safe: one engine loop calls it.
 from __future__ import annotations
 
 import time
+from operator import index as to_integer
 from typing import TYPE_CHECKING, Literal
 
 from anaphora.cache.copies import Copies
+from anaphora.cache.events import require_names
 from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from anaphora.cache.eviction import EvictionPolicy
 
 IndexKind = Literal["radix", "hash"]
+
+MAX_BLOCK_ID = 2**31 - 1
+"""Block tables hold int32."""
 
 
 class KVCacheManager:
@@ -85,17 +90,19 @@ class KVCacheManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value.__class__ is not int or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+            if value.__class__ is not int or not 1 <= value <= MAX_BLOCK_ID:
+                raise ValueError(f"{name}: expected a positive integer that fits int32, got {value!r}")
         if not callable(clock):
             raise ValueError(f"clock: expected a function that returns seconds, got {clock!r}")
-        if not 0 <= max_retained_share <= 1:
+        if not isinstance(max_retained_share, (int, float)) or not 0 <= max_retained_share <= 1:
             raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         policy = resolve_policy(eviction, block_size, clock)
         kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
-        if index is not None and index not in kinds:
+        if digests is not None and not isinstance(digests, BlockDigests):
+            raise TypeError(f"digests: expected BlockDigests, or None for our own, got {type(digests).__name__}")
+        if index is not None and not (isinstance(index, str) and index in kinds):
             raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
         kind = index or ("radix" if self._windows.is_plain else "hash")
@@ -113,8 +120,9 @@ class KVCacheManager:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._residency = Residency(clock) if measure_residency else None
+        self._digests = digests or BlockDigests()
         self._index: PrefixIndex = kinds[kind](
-            num_blocks, block_size, digests or BlockDigests(), self._events, self._windows, policy, self._residency
+            num_blocks, block_size, self._digests, self._events, self._windows, policy, self._residency
         )
         self._retained = RetentionBook(self._index, self._num_groups, int(num_blocks * max_retained_share), clock)
         self._copies = Copies(self._index, block_size)
@@ -145,7 +153,8 @@ class KVCacheManager:
             priority: for eviction="priority": what it is served and leaves goes later than that of lower priority.
             write_cache: False leaves nothing of this sequence for others to find.
 
-        Raises ValueError or TypeError for ids that are no int32.
+        Raises ValueError or TypeError for ids that are no int32, and for a namespace or media that events could not
+        name: then nothing could be committed.
         """
         tokens = pack(token_ids)
         if not tokens:
@@ -155,9 +164,14 @@ class KVCacheManager:
         sequence = Sequence(self, tokens, namespace, read_cache, write_cache)
         if media:
             sequence.media = validate_media(media, sequence.num_tokens)
-            sequence.segments = Segments(sequence.media, self.block_size)
+            if sequence.media:
+                sequence.segments = Segments(sequence.media, self.block_size)
+        if self._events is not None and (sequence.media or namespace is not DEFAULT_NAMESPACE):
+            require_names(self._digests, namespace, sequence.media, self.block_size)
         if recompute_last_block:
             sequence.recomputes_last_block = True
+        if priority.__class__ is not int:
+            raise ValueError(f"priority: expected an integer, got {priority!r}")
         if priority:
             sequence.priority = priority
         if self._num_groups > 1:
@@ -173,6 +187,8 @@ class KVCacheManager:
         statistics, all at once. The same after a preemption, counted apart. At least the last token is always left
         to compute. The slots may go beyond the known tokens (lookahead).
         """
+        if sequence.manager is not self:
+            raise _foreign()
         if num_tokens.__class__ is not int or num_tokens < 0:
             raise ValueError(f"num_tokens: expected an integer, 0 or more, got {num_tokens!r}")
         if sequence.state != "running":
@@ -196,8 +212,6 @@ class KVCacheManager:
     def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
-        if sequence.manager is not self:
-            raise ValueError("sequence: it was started by another manager")
         index = self._index
         if self._retained.active:
             self._retained.expire()
@@ -241,6 +255,8 @@ class KVCacheManager:
 
         Raises ValueError beyond the tokens that are known, or the blocks that are allocated.
         """
+        if sequence.manager is not self:
+            raise _foreign()
         if sequence.state != "running":
             raise ValueError(f"sequence: only a running one can commit, this one is {sequence.state}")
         if num_tokens.__class__ is not int:
@@ -266,6 +282,8 @@ class KVCacheManager:
 
     def append(self, sequence: Sequence, token_ids: TokenIds) -> None:
         """Add generated tokens; their KV is still to be computed. Cost: amortised O(new tokens)."""
+        if sequence.manager is not self:
+            raise _foreign()
         if sequence.state == "finished":
             raise ValueError("sequence: it is finished; start a new one")
         tokens = pack(token_ids)
@@ -277,6 +295,8 @@ class KVCacheManager:
 
     def finish(self, sequence: Sequence) -> None:
         """Give back its blocks; what was committed stays cached. Does nothing to a finished sequence."""
+        if sequence.manager is not self:
+            raise _foreign()
         if sequence.state != "finished":
             if sequence.state == "running":
                 self._give_back(sequence)
@@ -285,6 +305,8 @@ class KVCacheManager:
 
     def abort(self, sequence: Sequence) -> None:
         """The same as `finish`, in any state, counted as aborted."""
+        if sequence.manager is not self:
+            raise _foreign()
         if sequence.state != "finished":
             self.finish(sequence)
             self._stats.finished -= 1
@@ -292,8 +314,7 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence) -> None:
         """Give back all blocks of a running sequence; its next `allocate` starts it again from what is cached then."""
-        if sequence.state != "running":
-            raise ValueError(f"sequence: only a running one can be preempted, this one is {sequence.state}")
+        self._require_running(sequence, "can be preempted")
         self._give_back(sequence)
         sequence.state = "preempted"
         self._stats.preemptions += 1
@@ -304,8 +325,7 @@ class KVCacheManager:
         Nothing is copied until one of them writes into a block that both hold and that is not full: its `allocate`
         then takes a block of its own for it, and `take_copies` says what to copy.
         """
-        if sequence.state != "running":
-            raise ValueError(f"sequence: only a running one can be forked, this one is {sequence.state}")
+        self._require_running(sequence, "can be forked")
         child = sequence.branch(-(-sequence.num_computed_tokens // self.block_size))
         self._index.share(sequence, child)
         self._copies.forked |= {sequence, child}
@@ -345,6 +365,8 @@ class KVCacheManager:
     def lookup(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence that is not running its admission would find now. Changes nothing; an
         `allocate` that follows does not look again."""
+        if sequence.manager is not self:
+            raise _foreign()
         hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self._find(sequence)
         num_tokens = hit.num_blocks * self.block_size
         return num_tokens + self._find_part(sequence, hit)[1] if self._hits_parts else num_tokens
@@ -360,8 +382,7 @@ class KVCacheManager:
     def block_digests(self, sequence: Sequence) -> list[bytes]:
         """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
         prefix that was never named before."""
-        if sequence.state != "running":
-            raise ValueError(f"sequence: only a running one has blocks to name, this one is {sequence.state}")
+        self._require_running(sequence, "has blocks to name")
         return self._index.names(sequence, sequence.num_computed_tokens // self.block_size)
 
     def take_events(self) -> list[Event]:
@@ -427,8 +448,10 @@ class KVCacheManager:
         A namespace with a quota can neither crowd out the others with what it leaves behind, nor be crowded out by
         them: its cached blocks are evicted by its own order, and for others only when those have none left.
         """
-        if max_blocks is not None and max_blocks < 0:
-            raise ValueError(f"max_blocks: expected 0 or more, or None for no bound, got {max_blocks}")
+        if namespace.__class__ is not Namespace:
+            raise TypeError(f"namespace: expected a Namespace, got {type(namespace).__name__}")
+        if max_blocks is not None and (max_blocks.__class__ is not int or max_blocks < 0):
+            raise ValueError(f"max_blocks: expected an integer, 0 or more, or None for no bound, got {max_blocks!r}")
         self._index.set_quota(namespace, max_blocks)
 
     # -- the whole -------------------------------------------------------------------------------------------------
@@ -444,7 +467,10 @@ class KVCacheManager:
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make the content of these blocks, and all that extends it, unfindable. Running sequences keep their blocks
         and go on, but nothing that builds on forgotten content is published again. Cost: O(tree)."""
-        blocks = set(block_ids)
+        try:
+            blocks = set(map(to_integer, block_ids))
+        except TypeError as error:
+            raise TypeError(f"block_ids: expected integers, {error}") from None
         for block in blocks:
             if not 1 <= block <= self.num_blocks:
                 raise ValueError(f"block_ids: expected ids between 1 and {self.num_blocks}, got {block}")
@@ -465,6 +491,12 @@ class KVCacheManager:
         self._index.forget(None)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _require_running(self, sequence: Sequence, what: str) -> None:
+        if sequence.manager is not self:
+            raise _foreign()
+        if sequence.state != "running":
+            raise ValueError(f"sequence: only a running one {what}, this one is {sequence.state}")
 
     def _find(self, sequence: Sequence) -> Hit:
         """Look a sequence up and keep the hit with it, for as long as the index does not change."""
@@ -507,3 +539,7 @@ class KVCacheManager:
         sequence.block_table = NO_BLOCKS
         sequence.block_tables = self._no_tables
         sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
+
+
+def _foreign() -> ValueError:
+    return ValueError("sequence: it was started by another manager")

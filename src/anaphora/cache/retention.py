@@ -85,6 +85,7 @@ class RetentionBook:
     def add(self, holder: Sequence, block_size: int, priority: int, ttl_s: float | None) -> Retention:
         """Keep what is cached of the holder's tokens, as much of it as fits the share."""
         expires_at = self._expiry(ttl_s)
+        self.expire()
         hit = self._index.find(holder, holder.num_tokens // block_size)
         if hit.num_blocks:
             self._pin(holder, hit)
@@ -179,7 +180,7 @@ class RetentionBook:
     def _expiry(self, ttl_s: float | None) -> float | None:
         if ttl_s is None:
             return None
-        if not ttl_s > 0:
+        if not isinstance(ttl_s, (int, float)) or not ttl_s > 0:
             raise ValueError(f"ttl_s: expected more than 0 seconds, or None for no limit, got {ttl_s!r}")
         return self._clock() + ttl_s
 

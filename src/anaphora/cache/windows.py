@@ -7,10 +7,11 @@ of two tokens does. A hit must be one that every group can serve. The rules are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator
 
     from anaphora.cache.sequence import Sequence as TokenSequence
 
@@ -26,6 +27,8 @@ class Windows:
     """
 
     def __init__(self, windows: Sequence[int | None], block_size: int, retention: int | None = None) -> None:
+        if not isinstance(windows, Sequence):
+            raise TypeError(f"windows: expected a sequence with one entry per layer group, got {windows!r}")
         if not windows:
             raise ValueError("windows: expected at least one layer group")
         for group, window in enumerate(windows):
@@ -33,8 +36,8 @@ class Windows:
                 raise ValueError(
                     f"windows[{group}]: expected at least 2 tokens, or None for full attention, got {window!r}"
                 )
-        if retention is not None and (retention < 0 or retention % block_size):
-            raise ValueError(f"window_retention: expected None or a multiple of {block_size}, got {retention}")
+        if retention is not None and (retention.__class__ is not int or retention < 0 or retention % block_size):
+            raise ValueError(f"window_retention: expected None or a multiple of {block_size}, got {retention!r}")
         self.num_groups = len(windows)
         self.full_groups = tuple(group for group, window in enumerate(windows) if window is None)
         self.window_groups = tuple((group, window) for group, window in enumerate(windows) if window is not None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from anaphora.tokens import Buffer
 
 
@@ -81,9 +80,11 @@ def validate_media(media: Iterable[Media], num_tokens: int) -> tuple[Media, ...]
     """Return `media` as a tuple if it is in prompt order, without overlaps, and inside a prompt of `num_tokens` tokens.
 
     Raises:
-        TypeError: an entry is neither a MediaSpan nor a PromptEmbeds.
+        TypeError: it is not iterable, or an entry is neither a MediaSpan nor a PromptEmbeds.
         ValueError: names the entry that is out of order, overlaps its predecessor, or leaves the prompt.
     """
+    if not isinstance(media, Iterable):
+        raise TypeError(f"media: expected MediaSpans and PromptEmbeds in prompt order, got {type(media).__name__}")
     items = tuple(media)
     end = 0
     for position, item in enumerate(items):

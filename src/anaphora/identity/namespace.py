@@ -19,6 +19,10 @@ class Adapter:
     lora_id: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("digest", "name", "path"):
+            _require(f"adapter.{name}", getattr(self, name), str)
+        if self.lora_id is not None:
+            _require("adapter.lora_id", self.lora_id, int)
         if not self.digest:
             raise ValueError("adapter.digest: expected a non-empty string that names the adapter's weights")
 
@@ -44,6 +48,11 @@ class Namespace:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        _require("model", self.model, str)
+        _require("kv_layout", self.kv_layout, str)
+        _require("generation", self.generation, int)
+        if self.adapter is not None:
+            _require("adapter", self.adapter, Adapter)
         if self.salt is not None and not isinstance(self.salt, str):
             raise TypeError(f"salt: expected a string or None, got {type(self.salt).__name__}")
         if self.salt == "":
@@ -60,5 +69,12 @@ class Namespace:
         # The cached hash must not travel: another process hashes strings differently.
         return (Namespace, self._fields())
 
+
+def _require(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {_KINDS[kind]}, got {type(value).__name__}")
+
+
+_KINDS = {str: "a string", int: "an integer", Adapter: "an Adapter"}
 
 DEFAULT_NAMESPACE = Namespace()
