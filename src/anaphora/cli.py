@@ -68,6 +68,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     _add_operations(parser)
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
+    parser.add_argument("--allow-priority", action="store_true", help="heed the priority that clients ask for")
     parser.add_argument("--demo", action="store_true", help="hold a short conversation first, and show what was reused")
     parser.add_argument("--exit-after-demo", action="store_true", help="stop after the demo; needs --demo")
 
@@ -202,6 +203,7 @@ def _serve(args: argparse.Namespace) -> int:
         engine=engine,
         body_limit_bytes=args.body_limit,
         uses_cache=not args.no_prefix_caching,
+        allows_priority=args.allow_priority,
         has_demo=args.demo,
         exits_after_demo=args.exit_after_demo,
         kv_events=kv_events,

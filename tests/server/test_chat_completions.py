@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.server.events import read_events
+from tests.server.live_server import serving_fake
 
 if TYPE_CHECKING:
     from tests.server.live_server import LiveServer
@@ -196,9 +197,28 @@ def test_cache_salt_separates_and_rejoins(own: LiveServer) -> None:
     assert [cached("one"), cached("two"), cached(None)] == [64, 64, 64]
 
 
-def test_priority_is_the_engines(live: LiveServer) -> None:
+def test_priority_is_heeded_where_that_is_allowed(live: LiveServer) -> None:
     text(live, priority=-3)
-    assert live.engine.service.requests[-1].priority == -3
+    assert live.engine.service.requests[-1].priority == 0
+    with serving_fake(allows_priority=True) as open_to_clients:
+        text(open_to_clients, priority=-3)
+        assert open_to_clients.engine.service.requests[-1].priority == -3
+
+
+def test_an_answer_that_is_not_whole_at_its_deadline_is_a_504_that_names_it(live: LiveServer) -> None:
+    asked = {"messages": user("abc"), "ignore_eos": True, "max_tokens": 2000}
+    answer = live.post(PATH, {**asked, "deadline_s": 1e-6})
+    assert answer.status_code == 504
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("deadline_s", "deadline_passed")
+    assert answer.headers["x-should-retry"] == "false"
+    assert text(live, deadline_s=60) == "defg"
+
+
+def test_a_stream_ends_with_the_deadlines_error(live: LiveServer) -> None:
+    asked = {"messages": user("abc"), "max_tokens": 4, "stream": True, "deadline_s": 1e-6}
+    events = live.post(PATH, asked).text
+    assert '"code":"deadline_passed"' in events
+    assert "[DONE]" not in events
 
 
 def test_model_revision_is_part_of_the_namespace(live: LiveServer) -> None:

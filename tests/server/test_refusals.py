@@ -71,6 +71,7 @@ def _lives_on(live: LiveServer) -> Iterator[None]:
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: allowed only with logprobs = true"),
         ({"stream_options": {"include_usage": True}}, "stream_options",
          "stream_options: allowed only with stream = true"),
+        ({"deadline_s": 0}, "deadline_s", "deadline_s: expected `float` > 0.0"),
         ({"priority": 1001}, "priority", "priority: expected `int` <= 1000"),
         ({"cache_salt": ""}, "cache_salt", "cache_salt: expected `str` of length >= 1"),
         ({"cache_salt": "s" * 129}, "cache_salt", "cache_salt: expected `str` of length <= 128"),

@@ -56,6 +56,7 @@ class OpenAIServer:
 
     body_limit_bytes: longer request bodies are refused.
     uses_cache: whether requests read and write the prefix cache.
+    allows_priority: whether clients choose their priority; else all have the same.
     tenants: who may call, and whose prefixes are whose; None for anybody, and no tenants.
     kv_events: what publishes the cache's events, to be described and counted.
     allows_reset: whether POST /reset_prefix_cache empties the cache.
@@ -69,6 +70,7 @@ class OpenAIServer:
         *,
         body_limit_bytes: int = DEFAULT_LIMIT_BYTES,
         uses_cache: bool = True,
+        allows_priority: bool = False,
         tenants: Tenants | None = None,
         kv_events: KvEvents | None = None,
         allows_reset: bool = False,
@@ -78,6 +80,7 @@ class OpenAIServer:
         self._model = model
         self._body_limit_bytes = body_limit_bytes
         self._uses_cache = uses_cache
+        self._allows_priority = allows_priority
         self._tenants = tenants
         self._kv_events = kv_events
         self._stuck_after_s = stuck_after_s
@@ -147,7 +150,8 @@ class OpenAIServer:
         self._refuse_if_draining()
         call_id = id_prefix + uuid.uuid4().hex
         try:
-            generation = self.generations.submit(call.requests(call_id, uses_cache=self._uses_cache), started)
+            requests = call.requests(call_id, uses_cache=self._uses_cache, allows_priority=self._allows_priority)
+            generation = self.generations.submit(requests, started)
         except RefusedError as refused:
             raise call.refusal(refused.index, refused.error, self._model) from None
         answer = Answer(call, call_id, form, self._model)

@@ -50,6 +50,12 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server had an error while processing the request; its log says more.", code="internal")
 
 
+def deadline_passed() -> ApiError:
+    """A 504: the answer was not whole at the request's own deadline. Clients that obey the header do not try again."""
+    message = "deadline_s: that time has passed before the answer was whole."
+    return ApiError(504, message, param="deadline_s", code="deadline_passed", headers={"x-should-retry": "false"})
+
+
 def shutting_down() -> ApiError:
     """A 503 for requests that the end of the server cuts short."""
     return ApiError(503, "The server is shutting down.", code="shutting_down")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect
 
 from anaphora.engine.request import RequestError
-from anaphora.server.errors import internal_error, shutting_down
+from anaphora.server.errors import deadline_passed, internal_error, shutting_down
 from anaphora.server.logs import log_request
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ class Generation:
                 logger.error("Request %s failed: %s", delta.request_id, delta.error)
                 raise internal_error()
             if delta.finish_reason == "abort":
-                raise shutting_down()
+                # The engine gives a reason where it ended the request itself.
+                raise deadline_passed() if delta.error else shutting_down()
             num_open -= delta.finish_reason is not None
             yield choice, delta
 

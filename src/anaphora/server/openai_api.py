@@ -35,6 +35,7 @@ ROLES = "system, developer, user or assistant"
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Salt = Annotated[str, Meta(min_length=1, max_length=128)]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Deadline = Annotated[float, Meta(gt=0)]
 NumSamples = Annotated[int, Meta(ge=1, le=MAX_N)]
 
 
@@ -76,6 +77,7 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    deadline_s: Deadline | None = None
     vllm_xargs: VllmArguments | None = None
 
 
@@ -158,6 +160,7 @@ class Call:
     sampling: SamplingParams
     namespace: Namespace
     priority: int
+    deadline_s: float | None
     reports_hits: bool
     is_stream: bool
     includes_usage: bool
@@ -176,8 +179,8 @@ class Call:
         salt = f"tenant {len(tenant)}:{tenant}{self.namespace.salt or ''}"
         return replace(self, namespace=replace(self.namespace, salt=salt))
 
-    def requests(self, call_id: str, *, uses_cache: bool) -> list[Request]:
-        """The engine's requests, one a prompt, in their order."""
+    def requests(self, call_id: str, *, uses_cache: bool, allows_priority: bool) -> list[Request]:
+        """The engine's requests, one a prompt, in their order; with the client's priority if that is allowed."""
         return [
             Request(
                 f"{call_id}-{i}",
@@ -186,7 +189,8 @@ class Call:
                 self.namespace,
                 read_cache=uses_cache,
                 write_cache=uses_cache,
-                priority=self.priority,
+                priority=self.priority if allows_priority else 0,
+                deadline_s=self.deadline_s,
                 reports_hits=self.reports_hits,
             )
             for i, prompt in enumerate(self.prompts)
@@ -327,6 +331,7 @@ def _call(
         sampling=sampling,
         namespace=Namespace(model=model.revision, salt=body.cache_salt),
         priority=body.priority or 0,
+        deadline_s=body.deadline_s,
         reports_hits=bool(body.vllm_xargs and body.vllm_xargs.kv_cache_report_mode),
         is_stream=bool(body.stream),
         includes_usage=bool(body.stream_options and body.stream_options.include_usage),

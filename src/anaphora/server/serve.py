@@ -38,6 +38,7 @@ class ServeOptions:
 
     model: as `load_model` takes it, None for the default model. engine: as `build_engine` takes it.
     uses_cache: whether requests read and write the prefix cache.
+    allows_priority: whether clients choose their priority.
     has_demo: hold a scripted conversation once the server is up; exits_after_demo: and stop after it.
     kv_events: publish them so; None for not. tenants, allows_reset, stuck_after_s: as `OpenAIServer` has them.
     drain_s: how long requests may go on once the server was told to stop.
@@ -50,6 +51,7 @@ class ServeOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     body_limit_bytes: int = DEFAULT_LIMIT_BYTES
     uses_cache: bool = True
+    allows_priority: bool = False
     has_demo: bool = False
     exits_after_demo: bool = False
     kv_events: KvEventOptions | None = None
@@ -86,6 +88,7 @@ def serve(options: ServeOptions) -> int:
             served,
             body_limit_bytes=options.body_limit_bytes,
             uses_cache=options.uses_cache,
+            allows_priority=options.allows_priority,
             tenants=options.tenants,
             kv_events=kv_events,
             allows_reset=options.allows_reset,
