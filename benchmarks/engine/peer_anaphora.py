@@ -1,4 +1,4 @@
-"""Anaphora: `python -m benchmarks.engine.peer_anaphora MODEL EXECUTOR`, a native path's name or "reference"."""
+"""Anaphora: `python -m benchmarks.engine.peer_anaphora MODEL EXECUTOR`: "reference", or as "avx2" or "avx2/q8_0"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anaphora.model import load_model
 from anaphora.tokens import pack
 from anaphora.version import __version__
 
-from .process import serve
+from .process import num_threads, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +28,16 @@ class Anaphora:
     """The engine without its server."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        path, kind = arguments
-        model = load_model(path)
+        file, kind = arguments
+        model = load_model(file)
         executor: Executor
         if kind == "reference":
-            executor = ReferenceExecutor(model.shape, model.weights)
+            executor = ReferenceExecutor(model.shape, model.weights, num_threads())
         else:
-            executor = NativeExecutor(model.shape, model.weights, path=kind)
+            path, _, weight_format = kind.partition("/")
+            executor = NativeExecutor(
+                model.shape, model.weights, num_threads(), path, "q8_0" if weight_format == "q8_0" else "bf16"
+            )
         memory = KV_MEMORY_BYTES["reference" if kind == "reference" else "native"]
         manager = KVCacheManager(num_blocks=num_blocks_for(memory, executor.layer_groups, 16), block_size=16)
         self._engine = Engine(executor, manager)

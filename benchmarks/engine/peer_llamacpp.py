@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import llama_cpp
 import numpy as np
 
-from .process import serve
+from .process import num_threads, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ class LlamaCpp:
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = CONTEXT, BATCH, BATCH, NUM_SEQUENCES
-        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+        params.n_threads = params.n_threads_batch = num_threads()
         params.kv_unified = True
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._memory = llama_cpp.llama_get_memory(self._context)

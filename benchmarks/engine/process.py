@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+ONE_THREAD = "BENCHMARK_ONE_THREAD"
+"""Set in a contestant's environment: it runs one thread, and CPU time is measured instead of the clock's."""
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -26,17 +29,23 @@ class Contestant(Protocol):
         """Continue all prompts at once by exactly `num_tokens` greedy tokens each."""
 
 
+def num_threads() -> int:
+    """How many threads a contestant computes with."""
+    return 1 if ONE_THREAD in os.environ else len(os.sched_getaffinity(0))
+
+
 def serve(make: Callable[[Sequence[str]], Contestant]) -> None:
     """Answer a driver's requests on stdin until it closes it. Whatever else is printed goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     contestant = make(sys.argv[1:])
     print(json.dumps({"version": contestant.version}), file=out, flush=True)
+    clock = time.process_time if ONE_THREAD in os.environ else time.perf_counter
     for line in sys.stdin:
         request = json.loads(line)
-        started = time.perf_counter()
+        started = clock()
         contestant.run(request["prompts"], request["num_tokens"])
-        print(json.dumps({"s": time.perf_counter() - started, "peak_bytes": _peak_bytes()}), file=out, flush=True)
+        print(json.dumps({"s": clock() - started, "peak_bytes": _peak_bytes()}), file=out, flush=True)
 
 
 def _peak_bytes() -> int:
@@ -51,10 +60,15 @@ class Process:
     start_s: from its start until the model is loaded and the engine ready for a prompt.
     """
 
-    def __init__(self, name: str, python: str, module: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, python: str, module: str, arguments: Sequence[str], *, has_one_thread: bool = False
+    ) -> None:
         self.name = name
         self.peak_bytes = 0
         self._log = TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        environment = dict(os.environ)
+        if has_one_thread:
+            environment |= {ONE_THREAD: "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         started = time.perf_counter()
         self._process = subprocess.Popen(
             [python, "-m", module, *arguments],
@@ -62,6 +76,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=REPOSITORY,
+            env=environment,
             text=True,
         )
         self.version: str = self._receive()["version"]

@@ -191,6 +191,13 @@ class TestSameBits(contract.SameBits):
         shape = replace(LLAMA, num_heads=50, num_kv_heads=1)
         contract.assert_same_bits_in_company(build, shape, block_size=32, num_sequences=3, seed=2)
 
+    @pytest.mark.skipif(not {"avx2", "avx512"} <= {*PATHS}, reason="the machine has not both paths")
+    @contract.each_family
+    def test_on_avx2_and_avx512(self, family):
+        shape = contract.EXACT[family]
+        first, second = (expected_logits(build_on(path), shape, 0) for path in ("avx2", "avx512"))
+        assert_same_bits(first, second)
+
 
 class TestUsesPages(contract.UsesPages):
     pass
