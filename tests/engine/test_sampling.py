@@ -136,6 +136,17 @@ def test_the_logits_stay_as_they_are() -> None:
     assert (before == RANDOM_ROW).all()
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 50}, {"min_p": 0.01, "temperature": 0.7}])
+def test_a_row_draws_the_same_wherever_it_lies_in_memory(params: dict[str, Any]) -> None:
+    size = len(RANDOM_ROW) - 7  # no whole number of vectors
+    expected = draw(RANDOM_ROW[:size].copy(), 50, **params)
+    for offset in range(1, 17):
+        room = np.empty(size + offset, dtype=np.float32)
+        room[offset:] = RANDOM_ROW[:size]
+        assert draw(room[offset:], 50, **params) == expected
+        assert token_logprob(room[offset:], 9, 3) == token_logprob(RANDOM_ROW[:size].copy(), 9, 3)
+
+
 def test_a_position_draws_the_same_whatever_was_drawn_before() -> None:
     sampler = Sampler(SamplingParams(), seed=7)
     in_order = [sampler.sample(RANDOM_ROW, position) for position in range(20)]
