@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -410,3 +411,39 @@ def test_kv_usage_is_the_share_of_blocks_that_requests_hold() -> None:
     toy.submit(request("a", range(1, 8), max_tokens=9))
     toy.step()
     assert toy.engine.stats().kv_usage == 0.25
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 2.5),
+        ("temperature", "warm"),
+        ("top_k", float("nan")),
+        ("seed", "x"),
+        ("stop", "a string"),
+        ("stop_token_ids", (1.5,)),
+        ("logit_bias", {"7": 1.0}),
+        ("logprobs", 3.0),
+        ("n", 2.0),
+    ],
+)
+def test_sampling_of_another_type_is_refused_before_it_can_fail_in_everybodys_step(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{field}: .* is not allowed; it must be ") as refused:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", ["a"]),
+        ("prompt", array("i", [1, 2, 3, 4])),
+        ("sampling", None),
+        ("namespace", "tenant"),
+        ("priority", 0.5),
+        ("deadline_s", "soon"),
+    ],
+)
+def test_a_request_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{field}: .* is not allowed; it must be "):
+        Request(**{"request_id": "a", "prompt": pack([1]), field: value})  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from tests.engine.toy_executor import toy_output
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from anaphora.engine.sampling import TokenSource
+
 TIMEOUT_S = 30.0
 
 
@@ -129,8 +131,18 @@ def test_an_id_in_use_is_refused_to_the_caller(toy: ToyEngine, service: EngineSe
     submit(service, request("a", [2], max_tokens=1))[0].wait()
 
 
-def test_a_request_that_cannot_be_started_ends_alone(service: EngineService) -> None:
-    bad = request("bad", [1], temperature=1.0, seed=1.5)
+def test_a_request_that_cannot_be_started_ends_alone(
+    toy: ToyEngine, service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_sampler = toy.engine._new_sampler
+
+    def new_sampler_unless_bad(request: Request, seed: int) -> TokenSource:
+        if request.request_id == "bad":
+            raise TypeError("no sampler")
+        return new_sampler(request, seed)
+
+    monkeypatch.setattr(toy.engine, "_new_sampler", new_sampler_unless_bad)
+    bad = request("bad", [1])
     good = request("good", [1], max_tokens=2)
     failed, served = (consumer.wait() for consumer in submit(service, bad, good))
     assert failed.finish_reason == "error"

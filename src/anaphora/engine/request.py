@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from numbers import Integral, Real
+from types import NoneType
+from typing import Literal, NamedTuple
 
 from anaphora.identity import Namespace
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -31,6 +31,48 @@ class RequestError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+def _not_allowed(name: str, value: object, allowed: str) -> RequestError:
+    text = repr(value)
+    shown = text if len(text) <= 100 else f"{text[:100]}..."
+    return RequestError(name, f"{name}: {shown} is not allowed; it must be {allowed}")
+
+
+class _Types(NamedTuple):
+    """The fields that are of one kind, by its name in messages. of_entries: what a tuple holds."""
+
+    fields: tuple[str, ...]
+    kinds: tuple[type, ...]
+    name: str
+    of_entries: type = object
+
+
+def _require_types(record: object, types: tuple[_Types, ...]) -> None:
+    """Raise RequestError for the first field of another kind: it would fail later, in a step of everybody's."""
+    for fields, kinds, name, of_entries in types:
+        for field_name in fields:
+            value = getattr(record, field_name)
+            is_allowed = isinstance(value, kinds)
+            if is_allowed and of_entries is not object:
+                is_allowed = all(isinstance(entry, of_entries) for entry in value)
+            if not is_allowed:
+                raise _not_allowed(field_name, value, name)
+
+
+_SAMPLING_TYPES = (
+    _Types(("max_tokens", "top_k", "n"), (Integral,), "an integer"),
+    _Types(("seed", "logprobs"), (Integral, NoneType), "an integer, or None"),
+    _Types(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        (Real,),
+        "a number",
+    ),
+    _Types(("stop",), (tuple, list), "a tuple of strings", str),
+    _Types(("stop_token_ids",), (tuple, list), "a tuple of integers", Integral),
+    _Types(("logit_bias",), (Mapping,), "a mapping of token ids to numbers", Integral),
+    _Types(("json_schema",), (str, NoneType), "a string, or None"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +107,7 @@ class SamplingParams:
     json_schema: str | None = None
 
     def __post_init__(self) -> None:
+        _require_types(self, _SAMPLING_TYPES)
         checks: list[tuple[str, bool, str]] = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
@@ -84,9 +127,7 @@ class SamplingParams:
         ]
         for name, is_allowed, allowed in checks:
             if not is_allowed:
-                value = repr(getattr(self, name))
-                shown = value if len(value) <= 100 else f"{value[:100]}..."
-                raise RequestError(name, f"{name}: {shown} is not allowed; it must be {allowed}")
+                raise _not_allowed(name, getattr(self, name), allowed)
         for token_id, bias in self.logit_bias.items():
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise RequestError(
@@ -96,7 +137,17 @@ class SamplingParams:
                 )
 
 
-@dataclass(slots=True)
+_REQUEST_TYPES = (
+    _Types(("request_id",), (str,), "a string"),
+    _Types(("prompt",), (bytes,), "packed int32 ids, as bytes"),
+    _Types(("sampling",), (SamplingParams,), "SamplingParams"),
+    _Types(("namespace",), (Namespace,), "a Namespace"),
+    _Types(("priority",), (int,), "an integer"),
+    _Types(("deadline_s",), (Real, NoneType), "a number of seconds, or None"),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt (packed int32 ids) to be continued. `request_id` is unique among the live ones.
 
@@ -118,6 +169,7 @@ class Request:
     reports_hits: bool = False
 
     def __post_init__(self) -> None:
+        _require_types(self, _REQUEST_TYPES)
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise RequestError(
                 "priority",
