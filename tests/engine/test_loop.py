@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from anaphora import KVCacheManager
 from anaphora.engine.executor import Batch, Output
+from anaphora.engine.loop import Engine
 from anaphora.engine.request import Request, RequestError, SamplingParams
 from anaphora.tokens import pack
 from tests.engine.toy_engine import LetterTokenizer, ToyEngine, request, ticking_clock, toy_engine
-from tests.engine.toy_executor import VOCAB_SIZE, toy_output
+from tests.engine.toy_executor import VOCAB_SIZE, ToyExecutor, toy_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -447,3 +449,27 @@ def test_sampling_of_another_type_is_refused_before_it_can_fail_in_everybodys_st
 def test_a_request_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{field}: .* is not allowed; it must be "):
         Request(**{"request_id": "a", "prompt": pack([1]), field: value})  # type: ignore[arg-type]
+
+
+def test_a_copy_that_fails_ends_who_needs_it_though_it_had_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, manager = ToyExecutor(), KVCacheManager(64, 4, match_unit=2)
+    toy = ToyEngine(Engine(executor, manager, max_num_seqs=5, max_num_batched_tokens=4), executor, manager)
+    toy.run(request("warm", range(1, 10), max_tokens=1))
+    toy.submit(request("low", [40], max_tokens=9, priority=5))
+    toy.step()
+    urgent = request("urgent", [1, 2, 3, 4, 5, 6, 30, 31], max_tokens=4, priority=1)
+    toy.submit(request("samples", [41, 42], max_tokens=9, n=4), urgent)
+    toy.step()
+
+    def fail(pairs: object) -> None:
+        raise RuntimeError("no room to copy")
+
+    # "urgent" takes the seat of "low" and half a block of "warm"; the four samples take all of the step.
+    monkeypatch.setattr(executor, "copy_blocks", fail)
+    toy.step()
+    monkeypatch.undo()
+    assert toy.outcomes["urgent"].finish_reason == "error"
+    while toy.engine.has_work:
+        toy.step()
+    assert toy.outcomes["low"].token_ids == toy_output([40], SamplingParams(max_tokens=9, temperature=0.0))
+    assert manager.num_free_blocks == manager.num_blocks

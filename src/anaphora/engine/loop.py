@@ -338,11 +338,17 @@ class Engine:
                     self._reports.append(report)
 
     def _run(self, scheduled: list[ScheduledSpan]) -> list[Delta]:
+        copies = self._manager.take_copies()
         try:
-            rows = self._execute(scheduled)
+            rows = self._execute(scheduled, copies)
         except Exception as error:
             described = _describe(error)
-            return [delta for span in scheduled for delta in self._end_early(span.live, "error", described)]
+            ended = dict.fromkeys(span.live for span in scheduled)
+            # Who was admitted without a turn in this step may build on a copy that was never made.
+            targets = {target for _, target in copies}
+            running = self._scheduler.running
+            ended |= dict.fromkeys(live for live in running if not targets.isdisjoint(live.sequence.block_table))
+            return [delta for live in ended for delta in self._end_early(live, "error", described)]
         for live, start, num_tokens in scheduled:
             self._stats.computed_prompt_tokens += max(0, min(start + num_tokens, live.num_prompt_tokens) - start)
         # Before anything is committed: KV that gives no usable logits must not be shared.
@@ -403,7 +409,9 @@ class Engine:
         detokenizer = None if self._new_detokenizer is None else self._new_detokenizer()
         return OutputStream(sampling, self._eos_token_ids, detokenizer)
 
-    def _execute(self, scheduled: list[ScheduledSpan]) -> list[NDArray[np.float32] | None]:
+    def _execute(
+        self, scheduled: list[ScheduledSpan], copies: list[tuple[int, int]]
+    ) -> list[NDArray[np.float32] | None]:
         """Compute the spans; return the logits of those that are complete, float32 [vocab_size], None for the others.
 
         Raises whatever the executor does.
@@ -413,7 +421,6 @@ class Engine:
             [span_of(live.sequence, start, num) for live, start, num in scheduled],
             shared_prefixes(tables, self._manager.block_size),
         )
-        copies = self._manager.take_copies()
         started = self._clock()
         try:
             if copies:
