@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -43,6 +44,29 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     *chunks, last = stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "def"
     assert last.usage.completion_tokens == 3
+
+
+class Place(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=5)
+    floors: Literal[1, 2, 3]
+
+
+class Town(pydantic.BaseModel):
+    centre: Place
+    is_old: bool
+    others: list[Place] = pydantic.Field(max_length=2)
+
+
+def test_chat_parses_into_the_clients_own_type(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    answer = client.chat.completions.parse(
+        model="alphabet",
+        messages=USER,  # type: ignore[arg-type]
+        response_format=Town,
+        seed=3,
+        temperature=1,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Town)
 
 
 def test_chat_stream_helper_assembles_the_message(client: openai.OpenAI) -> None:
