@@ -190,7 +190,7 @@ def test_serve_answers_until_a_signal_and_ends_quietly(tiny_model: Path, number:
 def test_ctrl_c_while_the_model_loads_says_so(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("anaphora.server.loading.load_model", interrupt)
