@@ -427,6 +427,7 @@ def test_kv_usage_is_the_share_of_blocks_that_requests_hold() -> None:
         ("logit_bias", {"7": 1.0}),
         ("logprobs", 3.0),
         ("n", 2.0),
+        ("ignore_eos", None),
     ],
 )
 def test_sampling_of_another_type_is_refused_before_it_can_fail_in_everybodys_step(field: str, value: object) -> None:
@@ -443,6 +444,7 @@ def test_sampling_of_another_type_is_refused_before_it_can_fail_in_everybodys_st
         ("sampling", None),
         ("namespace", "tenant"),
         ("priority", 0.5),
+        ("read_cache", None),
         ("deadline_s", "soon"),
     ],
 )

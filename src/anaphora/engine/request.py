@@ -72,6 +72,7 @@ _SAMPLING_TYPES = (
     _Types(("stop_token_ids",), (tuple, list), "a tuple of integers", Integral),
     _Types(("logit_bias",), (Mapping,), "a mapping of token ids to numbers", Integral),
     _Types(("json_schema",), (str, NoneType), "a string, or None"),
+    _Types(("ignore_eos",), (bool,), "True or False"),
 )
 
 
@@ -142,6 +143,7 @@ _REQUEST_TYPES = (
     _Types(("prompt",), (bytes,), "packed int32 ids, as bytes"),
     _Types(("sampling",), (SamplingParams,), "SamplingParams"),
     _Types(("namespace",), (Namespace,), "a Namespace"),
+    _Types(("read_cache", "write_cache"), (bool,), "True or False"),
     _Types(("priority",), (int,), "an integer"),
     _Types(("deadline_s",), (Real, NoneType), "a number of seconds, or None"),
 )

@@ -66,8 +66,8 @@ class Scheduler:
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if value < 1:
-                raise ValueError(f"{name}: {value} is not allowed; it must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r} is not allowed; it must be at least 1")
         self.waiting = WaitingQueue(manager, queue_order, min_held_tokens=min_held_tokens)
         self.running: list[LiveRequest] = []
         """By rank, so who must give way is at the end."""
