@@ -115,8 +115,9 @@ def test_fifty_prompts_give_the_same_bits_however_they_are_served(kind: str) -> 
 def test_the_default_model_gives_the_same_bits_however_it_is_served(default_model: Any) -> None:
     try:
         executor: Executor = NativeExecutor(default_model.shape, default_model.weights)
-        numbers = list(range(NUM_PROMPTS))
+        # The other paths are several times slower; every fourth prompt has all prefixes among them.
+        step = 1 if executor.path == "avx512-bf16" else 4
     except NativeUnavailableError:
         executor = ReferenceExecutor(default_model.shape, default_model.weights)
-        numbers = list(range(0, NUM_PROMPTS, 10))  # ten times slower
-    check_every_way_of_serving(executor, numbers)
+        step = 10  # slower still
+    check_every_way_of_serving(executor, list(range(0, NUM_PROMPTS, step)))

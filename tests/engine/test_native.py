@@ -240,32 +240,34 @@ class TestRefuses(contract.Refuses):
             NativeExecutor(LLAMA, random_weights(LLAMA), num_threads=0)
 
 
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "def fibonacci(n):",
+    "Dear Sir or Madam, I am writing to",
+    "1, 2, 3, 4,",
+)
+NUM_GENERATED = 16
+
+
+@pytest.fixture(scope="session")
+def continued(default_model):
+    """Each prompt with what the reference executor continues it with, greedily, and its logits."""
+    executor = ReferenceExecutor(default_model.shape, default_model.weights)
+    results = []
+    for prompt in PROMPTS:
+        tokens = np.frombuffer(default_model.tokenizer.encode(prompt), np.int32)
+        executor.allocate_kv(4, 16)
+        logits = run(executor, tokens, range(1, 5))
+        for position in range(len(tokens), len(tokens) + NUM_GENERATED):
+            tokens = np.append(tokens, np.int32(logits[-1].argmax()))
+            logits = np.concatenate([logits, run(executor, tokens, range(1, 5), position)])
+        results.append((tokens, logits))
+    return results
+
+
 @pytest.mark.model
 class TestOnTheDefaultModel:
-    PROMPTS = (
-        "The capital of France is",
-        "Water boils at a temperature of",
-        "def fibonacci(n):",
-        "Dear Sir or Madam, I am writing to",
-        "1, 2, 3, 4,",
-    )
-    NUM_GENERATED = 16
-
-    @pytest.fixture(scope="class")
-    def continued(self, default_model):
-        """Each prompt with what the reference executor continues it with, greedily, and its logits."""
-        executor = ReferenceExecutor(default_model.shape, default_model.weights)
-        results = []
-        for prompt in self.PROMPTS:
-            tokens = np.frombuffer(default_model.tokenizer.encode(prompt), np.int32)
-            executor.allocate_kv(4, 16)
-            logits = run(executor, tokens, range(1, 5))
-            for position in range(len(tokens), len(tokens) + self.NUM_GENERATED):
-                tokens = np.append(tokens, np.int32(logits[-1].argmax()))
-                logits = np.concatenate([logits, run(executor, tokens, range(1, 5), position)])
-            results.append((tokens, logits))
-        return results
-
     def test_logits_are_close_to_the_reference_and_greedy_choices_the_same(self, path, default_model, continued):
         executor = NativeExecutor(default_model.shape, default_model.weights, path=path)
         for tokens, expected in continued:
@@ -274,5 +276,5 @@ class TestOnTheDefaultModel:
             # Of logits up to 36, with a root mean square of 6 to 14.
             assert np.abs(logits - expected).max() < 1.0
             assert np.square(logits - expected).mean() ** 0.5 < 0.2
-            chosen = slice(-1 - self.NUM_GENERATED, -1)
+            chosen = slice(-1 - NUM_GENERATED, -1)
             np.testing.assert_array_equal(logits[chosen].argmax(axis=1), expected[chosen].argmax(axis=1))
