@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from anaphora.cache import KVCacheManager
 from anaphora.engine.loop import Engine
+from anaphora.model.lora import read_lora
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from anaphora.cache.manager import IndexKind
     from anaphora.engine.executor import Executor, LayerGroup
@@ -46,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int | None
     events: bool
     measure_residency: bool
+    adapters: Mapping[str, str | Path]
 
 
 def build_engine(
@@ -61,6 +63,7 @@ def build_engine(
     seed: int | None = None,
     events: bool = False,
     measure_residency: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
 
@@ -73,25 +76,30 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
     events: whether the manager records KV events, which somebody has to take then.
     measure_residency: whether it keeps the times of blocks.
+    adapters: LoRA adapters in PEFT's format, folders by name, checked before anything else is done.
 
     Raises:
         ValueError: an unknown executor, index or order, a limit below 1, too little memory for one block, more than the
             machine has, or "native" or "torch" where they cannot be had; the message names the option and what is
             allowed.
-        ModelError: the model is of an architecture that this executor does not run.
+        ModelError: the model is of an architecture that this executor does not run, or an adapter cannot be read, or
+            not run on this model.
         MemoryError: the machine has that much, but this process does not get it.
     """
     if kv_memory_bytes is not None:
         _require_that_machine_has(kv_memory_bytes)
     if executor not in _EXECUTORS:
         raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
+    if adapters and model.name in adapters:
+        raise ValueError(f"adapter: {model.name!r} is the model's own name; choose another")
+    loras = {name: read_lora(Path(path), model.shape) for name, path in (adapters or {}).items()}
     runner = _EXECUTORS[executor](model)
     block_size = choose_block_size(runner)
     windows = [group.window for group in runner.layer_groups]
     # Only now: what the executor itself takes is not free any more.
     memory = default_kv_memory_bytes() if kv_memory_bytes is None else kv_memory_bytes
     num_blocks = num_blocks_for(memory, runner.layer_groups, block_size)
-    return Engine(
+    engine = Engine(
         runner,
         KVCacheManager(
             num_blocks=num_blocks,
@@ -109,6 +117,9 @@ def build_engine(
         queue_order=queue_order,
         seed=seed,
     )
+    for name, lora in loras.items():
+        engine.adapters.load(name, lora)
+    return engine
 
 
 def choose_block_size(executor: Executor) -> int:

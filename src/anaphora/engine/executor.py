@@ -8,15 +8,16 @@ one too, is held to it by the same tests.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from anaphora.engine.grouping import Group
+    from anaphora.model import LoraAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Span:
     start: how many tokens of the sequence have their KV in the pages already.
     block_tables: per layer group the sequence's block ids, at least ceil((start + n) / block_size) of them.
     num_logits: how many of the span's last rows need logits: 0 (a chunk that is not the last), 1, up to n.
+    adapter: the digest of one that the executor was given (`RunsAdapters`), None for the model as it is.
     """
 
     tokens: NDArray[np.int32]
@@ -110,4 +112,30 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch) -> Output:
         """Compute the spans: write their KV into the pages, return the logits asked for."""
+        ...
+
+
+@runtime_checkable
+class RunsAdapters(Protocol):
+    """An executor that runs LoRA adapters too: in one batch, each span with its own or with none.
+
+    Exactness holds among them: a span's bits are those that it has alone, and those of spans without an adapter are the
+    bits of an executor that has none.
+    """
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The digests of those that it has, as it stands at any time."""
+        ...
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Take an adapter in; of one that it has already, nothing. Between steps.
+
+        Raises:
+            MemoryError: there is not enough memory for it; nothing was taken in.
+        """
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter, KeyError if there is none such. Between steps; no span may name it from now on."""
         ...

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from anaphora.engine.beam_search import BeamSearch
 from anaphora.engine.build import build_engine
 from anaphora.engine.request import Request, SamplingParams, TokenLogprob
 from anaphora.identity import Namespace
-from anaphora.model import Model, load_model
+from anaphora.model import Model, load_model, read_lora
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
     from anaphora.engine.build import EngineOptions
     from anaphora.engine.loop import EngineStats
     from anaphora.engine.request import Delta, FinishReason
@@ -89,6 +88,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         best_of: int | None = None,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
@@ -98,11 +98,12 @@ class LLM:
         prompts: text, or packed int32 ids (`bytes`). sampling: for all of them, `SamplingParams()` by default.
         best_of: draw so many samples of each prompt and return the `sampling.n` likeliest, by mean log-probability
             per token, best first.
+        adapter: the name of a loaded one, None for the model as it is; prefixes are shared only within one.
         cache_salt: prefixes are shared only between calls with the same one.
         priority, deadline_s: as `Request` has them.
 
         Raises:
-            RequestError: a prompt can never be served; then none of them is.
+            RequestError: a prompt can never be served, or the adapter is not loaded; then none of them is.
             ValueError: an empty `cache_salt`, a `best_of` below `sampling.n`, or text with lone surrogates.
         """
         sampling = sampling or SamplingParams()
@@ -114,7 +115,7 @@ class LLM:
             sampling = replace(sampling, n=best_of, logprobs=logprobs)
         if isinstance(prompts, (str, bytes)):
             prompts = [prompts]
-        namespace = Namespace(model=self.model.revision, salt=cache_salt)
+        namespace = self._namespace(adapter, cache_salt)
         requests = [
             Request(self._new_id(), self._encode(prompt), sampling, namespace, priority=priority, deadline_s=deadline_s)
             for prompt in prompts
@@ -141,6 +142,7 @@ class LLM:
         *,
         max_tokens: int = 16,
         length_penalty: float = 1.0,
+        adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[Completion]:
         """Return the `width` likeliest continuations that a search of that width finds, best first.
@@ -151,7 +153,7 @@ class LLM:
             RequestError: an option that is not allowed, a prompt that cannot be served, or too many beams for the pool.
             ValueError: an empty `cache_salt`, or text with lone surrogates.
         """
-        namespace = Namespace(model=self.model.revision, salt=cache_salt)
+        namespace = self._namespace(adapter, cache_salt)
         tokenizer, packed = self.model.tokenizer, self._encode(prompt)
         ends = frozenset(tokenizer.eos_token_ids)
         search = BeamSearch(
@@ -182,6 +184,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> Completion:
         """Answer a conversation: messages with "role" and "content", as the model's chat template takes them.
@@ -194,12 +197,32 @@ class LLM:
         if template is None:
             raise ValueError(f"messages: {self.model.name} has no chat template; use generate()")
         text = template.render(messages, tools=tools)
-        (completion,) = self.generate(self.model.tokenizer.encode(text), sampling, cache_salt=cache_salt)
+        (completion,) = self.generate(self.model.tokenizer.encode(text), sampling, adapter=adapter, cache_salt=cache_salt)
         return completion
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter in PEFT's format; under a name that is taken, in place of what has it.
+
+        With other weights than before, no block that was computed under this name is found any more.
+
+        Raises:
+            ModelError: it cannot be read, or not run on this model; what was loaded stays.
+            ValueError: the name is empty or the model's, or the executor runs no adapters.
+        """
+        if name == self.model.name:
+            raise ValueError(f"name: {name!r} is the model's own; choose another")
+        self._engine.adapters.load(name, read_lora(Path(path), self.model.shape))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. KeyError if there is none of that name."""
+        self._engine.adapters.unload(name)
 
     def stats(self) -> EngineStats:
         """Return the engine's counters as they stand."""
         return self._engine.stats()
+
+    def _namespace(self, adapter: str | None, cache_salt: str | None) -> Namespace:
+        return Namespace(model=self.model.revision, adapter=self._engine.adapters.named(adapter), salt=cache_salt)
 
     def _encode(self, prompt: str | bytes) -> bytes:
         if isinstance(prompt, bytes):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from anaphora.engine.adapters import Adapters
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.grouping import shared_prefixes
 from anaphora.engine.hit_report import hit_report
@@ -165,6 +166,8 @@ class Engine:
         """What the last step computed."""
         self._num_arrivals = 0
         self._stats = EngineStats()
+        self.adapters = Adapters(executor, self._adapters_in_use)
+        """LoRA adapters by name: to be loaded and unloaded between steps and on their thread."""
         executor.allocate_kv(manager.num_blocks, manager.block_size)
 
     @property
@@ -237,7 +240,12 @@ class Engine:
                 "n",
                 f"n: {sampling.n} samples are drawn side by side; at most {self._scheduler.max_num_seqs} requests run",
             )
+        self.adapters.validate(request.namespace.adapter)
         self._validate_length(len(ids), sampling.max_tokens)
+
+    def _adapters_in_use(self) -> set[str]:
+        used = (samples[0].request.namespace.adapter for samples in self._live.values() if samples)
+        return {adapter.digest for adapter in used if adapter is not None}
 
     def _validate_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         num_tokens = num_prompt_tokens + max_tokens

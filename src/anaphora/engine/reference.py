@@ -17,17 +17,18 @@ import numpy as np
 from anaphora.engine.executor import LayerGroup, Output
 from anaphora.engine.invariant_math import InvariantProduct, rms_norm, silu
 from anaphora.engine.kv_pages import KVPages
+from anaphora.engine.low_rank import BatchAdapters, LowRankAdapters
 from anaphora.engine.tiled_attention import KEY_TILE, QUERY_BLOCK, KeyTile, attend, plan_tiles
 from anaphora.engine.validation import check_batch, check_pages
 from anaphora.engine.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from anaphora.engine.executor import Batch, Span
-    from anaphora.model import LayerWeights, ModelShape, Weights
+    from anaphora.model import LayerWeights, LoraAdapter, ModelShape, Weights
 
     Array: TypeAlias = NDArray[np.float32]
 
@@ -65,6 +66,7 @@ class ReferenceExecutor:
         angles = np.arange(shape.max_context)[:, None, None] * shape.inverse_frequencies()
         self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self._pages: KVPages | None = None
+        self._adapters = LowRankAdapters(shape)
 
         first = self._layers[0]
         tile = np.random.default_rng(0).standard_normal((shape.head_dim, KEY_TILE), np.float32)
@@ -106,6 +108,20 @@ class ReferenceExecutor:
         """The longest sequence, in tokens."""
         return self._shape.max_context
 
+    @property
+    def adapters(self) -> Collection[str]:
+        """The digests of the adapters that are loaded."""
+        return self._adapters.digests
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Take an adapter in, in float32. The first one of a rank settles the row counts of its products."""
+        with self._workers.alone():
+            self._adapters.load(adapter)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter, KeyError if there is none such."""
+        self._adapters.unload(digest)
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make zeroed pages for blocks 0 .. num_blocks, in place of any earlier ones.
 
@@ -141,6 +157,7 @@ class ReferenceExecutor:
             max_context=self.max_context,
             num_blocks=pages.num_blocks,
             block_size=pages.block_size,
+            adapters=self.adapters,
         )
         if not batch.spans:
             return Output([])
@@ -151,10 +168,12 @@ class ReferenceExecutor:
         tokens = np.concatenate([span.tokens for span in batch.spans])
         # silu overflows on the way to 0; sums of numbers that a broken model made too large may do so anywhere.
         with np.errstate(over="ignore", invalid="ignore"), self._workers.alone():
-            hidden = self._forward(tokens, sequences, pages)
+            hidden = self._forward(tokens, sequences, pages, self._adapters.of_batch(batch.spans))
             return Output(self._logits(hidden, batch.spans, sequences))
 
-    def _forward(self, tokens: NDArray[np.int32], sequences: list[_Sequence], pages: KVPages) -> Array:
+    def _forward(
+        self, tokens: NDArray[np.int32], sequences: list[_Sequence], pages: KVPages, adapters: BatchAdapters
+    ) -> Array:
         shape = self._shape
         num_rows = len(tokens)
         first_key, first_value = shape.num_heads, shape.num_heads + shape.num_kv_heads
@@ -164,7 +183,9 @@ class ReferenceExecutor:
         scale = np.float32(shape.head_dim**-0.5)
         hidden = self._embedding[tokens]
         for number, layer in enumerate(self._layers):
-            qkv = self._multiply(rms_norm(hidden, layer.attention_norm, shape.rms_norm_eps), layer.qkv)
+            normed = rms_norm(hidden, layer.attention_norm, shape.rms_norm_eps)
+            qkv = self._multiply(normed, layer.qkv)
+            adapters.add(number, ("q", "k", "v"), normed, qkv)
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
             heads = qkv.reshape(num_rows, -1, shape.head_dim)
@@ -176,12 +197,19 @@ class ReferenceExecutor:
             queries *= scale
             pages.write(number, slots, _rotate(keys, cosines, sines), values)
             attended = self._attend(queries, number, sequences, pages)
-            hidden += self._multiply(attended.reshape(num_rows, -1), layer.o)
+            attended = attended.reshape(num_rows, -1)
+            output = self._multiply(attended, layer.o)
+            adapters.add(number, ("o",), attended, output)
+            hidden += output
 
-            gate_up = self._multiply(rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps), layer.gate_up)
+            normed = rms_norm(hidden, layer.mlp_norm, shape.rms_norm_eps)
+            gate_up = self._multiply(normed, layer.gate_up)
+            adapters.add(number, ("gate", "up"), normed, gate_up)
             activated = silu(gate_up[:, : shape.intermediate_size])
             activated *= gate_up[:, shape.intermediate_size :]
-            hidden += self._multiply(activated, layer.down)
+            output = self._multiply(activated, layer.down)
+            adapters.add(number, ("down",), activated, output)
+            hidden += output
         return hidden
 
     def _multiply(self, rows: Array, parts: tuple[Array, ...]) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from anaphora.engine.executor import Batch, Span
 
@@ -39,14 +39,17 @@ def check_batch(
     num_blocks: int,
     block_size: int,
     windows: Sequence[int | None] = (None,),
+    adapters: Collection[str] = (),
 ) -> None:
-    """Raise ValueError for a span that cannot be computed without adapters.
+    """Raise ValueError for a span that cannot be computed, with one of `adapters` or none.
 
     windows: per layer group its attention window in tokens, None for full attention.
     The message names the span's index and field, and says what is allowed.
     """
     for index, span in enumerate(batch.spans):
         _check_span(f"spans[{index}]", span, vocab_size, max_context, num_blocks, block_size, windows)
+        if span.adapter is not None and span.adapter not in adapters:
+            raise ValueError(f"spans[{index}].adapter: {span.adapter!r} is not allowed; no such adapter is loaded")
     for index in range(len(batch.shared)):
         _check_group(index, batch, block_size)
 
@@ -92,8 +95,6 @@ def _check_span(
         )
     if not 0 <= span.num_logits <= len(tokens):
         raise ValueError(f"{name}.num_logits: {span.num_logits} is not allowed; it must be 0 .. {len(tokens)}")
-    if span.adapter is not None:
-        raise ValueError(f"{name}.adapter: {span.adapter!r} is not allowed; this executor runs no adapters")
     if len(span.block_tables) != len(windows):
         tables = "1 table (one layer group)" if len(windows) == 1 else f"{len(windows)} tables, one per layer group"
         raise ValueError(f"{name}.block_tables: expected {tables}, got {len(span.block_tables)}")

@@ -3,6 +3,7 @@
 from anaphora.model.chat_template import ChatTemplate, ChatTemplateError
 from anaphora.model.errors import ModelError
 from anaphora.model.load import Model, load_model
+from anaphora.model.lora import LoraAdapter, LowRank, read_lora
 from anaphora.model.shape import ModelShape
 from anaphora.model.tokenizer import Detokenizer, Tokenizer
 from anaphora.model.weights import LayerWeights, Weights
@@ -12,10 +13,13 @@ __all__ = [
     "ChatTemplateError",
     "Detokenizer",
     "LayerWeights",
+    "LoraAdapter",
+    "LowRank",
     "Model",
     "ModelError",
     "ModelShape",
     "Tokenizer",
     "Weights",
     "load_model",
+    "read_lora",
 ]

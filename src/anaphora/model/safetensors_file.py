@@ -17,6 +17,8 @@ import numpy as np
 from anaphora.model.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -45,6 +47,9 @@ class SafetensorsFile:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, by the header alone.
