@@ -64,6 +64,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
     _add_engine(parser)
     parser.add_argument(
+        "--adapter", type=_named_path, action="append", default=[], metavar="NAME=PATH",
+        help="a LoRA adapter in PEFT's format, served as the model NAME; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--body-limit", type=_size, default=8 * 2**20, metavar="SIZE", help="longest request body (default: 8MiB)"
     )
     _add_operations(parser)
@@ -196,6 +200,9 @@ def _serve(args: argparse.Namespace) -> int:
     engine = _engine_options(args)
     if args.kv_cache_metrics:
         engine["measure_residency"] = True
+    engine["adapters"] = dict(args.adapter)
+    if len(engine["adapters"]) < len(args.adapter):
+        return _fail("--adapter: two have the same name", code=2)
     options = ServeOptions(
         model=args.model,
         host=args.host,
@@ -328,6 +335,13 @@ def _server_url(text: str) -> str:
     if url.scheme not in {"http", "https"} or not url.hostname or url.query or url.fragment:
         raise argparse.ArgumentTypeError(f"expected a URL like http://127.0.0.1:8000, got {text!r}")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"expected NAME=PATH, got {text!r}")
+    return name, path
 
 
 def _seconds(text: str) -> float:

@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from anaphora.cache import KVCacheManager
 from anaphora.engine.llm import LLM
-from anaphora.engine.request import RequestError, SamplingParams
-from anaphora.model import load_model
+from anaphora.engine.loop import Engine
+from anaphora.engine.native import NativeUnavailableError, native_paths
+from anaphora.engine.reference import ReferenceExecutor
+from anaphora.engine.request import Request, RequestError, SamplingParams
+from anaphora.identity import Namespace
+from anaphora.model import ModelError, load_model, read_lora
+from tests.tiny_adapters import write_adapter
 from tests.tiny_models import write_hf_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from anaphora.model import Model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -138,3 +146,107 @@ def test_an_unknown_executor_or_option_is_refused(model: Model) -> None:
         LLM(model, executor="abacus")  # type: ignore[typeddict-item]
     with pytest.raises(TypeError, match="blocksize"):
         LLM(model, blocksize=16)  # type: ignore[call-arg]
+
+
+class TestAdapters:
+    """A name is for people; what is computed and what is shared goes by the numbers of the adapter."""
+
+    @pytest.fixture
+    def folders(self, model: Model, tmp_path: Path) -> dict[str, Path]:
+        return {name: write_adapter(tmp_path / name, model.shape, seed=seed) for seed, name in enumerate("ab")}
+
+    @pytest.fixture(params=["reference", "native"])
+    def executor(self, request: pytest.FixtureRequest) -> str:
+        if request.param == "native":
+            try:
+                native_paths()
+            except NativeUnavailableError as error:
+                pytest.skip(f"the native executor is not available: {error}")
+        return str(request.param)
+
+    @pytest.fixture
+    def adapted(self, model: Model, folders: dict[str, Path], executor: str) -> LLM:
+        return LLM(model, kv_memory_bytes=1 << 20, adapters=folders, executor=executor)  # type: ignore[arg-type]
+
+    def test_each_says_something_else_and_the_model_what_it_says_without_any(
+        self, model: Model, adapted: LLM, executor: str
+    ) -> None:
+        outputs = [adapted.generate(LONG, GREEDY, adapter=adapter)[0].token_ids for adapter in (None, "a", "b")]
+        assert len(set(outputs)) == 3
+        plain = LLM(model, kv_memory_bytes=1 << 20, executor=executor)  # type: ignore[arg-type]
+        assert plain.generate(LONG, GREEDY)[0].token_ids == outputs[0]
+
+    def test_prefixes_are_shared_within_one_and_never_across(self, adapted: LLM) -> None:
+        params = replace(GREEDY, logprobs=3)
+        cold = {adapter: adapted.generate(LONG, params, adapter=adapter)[0] for adapter in (None, "a", "b")}
+        assert [completion.num_cached_tokens for completion in cold.values()] == [0, 0, 0]
+        for adapter, first in cold.items():
+            (again,) = adapted.generate(LONG, params, adapter=adapter)
+            assert again.num_cached_tokens == (first.num_prompt_tokens - 1) // 16 * 16
+            assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
+
+    def test_reloaded_in_place_with_other_numbers_finds_none_of_the_old_blocks(
+        self, model: Model, adapted: LLM, folders: dict[str, Path]
+    ) -> None:
+        (before,) = adapted.generate(LONG, GREEDY, adapter="a")
+        write_adapter(folders["a"], model.shape, seed=7)
+        (unread,) = adapted.generate(LONG, GREEDY, adapter="a")
+        assert unread.token_ids == before.token_ids  # files are read when they are loaded, and only then
+        adapted.load_adapter("a", folders["a"])
+        (after,) = adapted.generate(LONG, GREEDY, adapter="a")
+        assert after.num_cached_tokens == 0
+        assert after.token_ids != before.token_ids
+
+    def test_reloaded_with_the_same_numbers_finds_them(self, adapted: LLM, folders: dict[str, Path]) -> None:
+        (before,) = adapted.generate(LONG, GREEDY, adapter="a")
+        adapted.load_adapter("a", folders["a"])
+        adapted.load_adapter("the same", folders["a"])
+        for adapter in ("a", "the same"):
+            (after,) = adapted.generate(LONG, GREEDY, adapter=adapter)
+            assert after.num_cached_tokens > 0
+            assert after.token_ids == before.token_ids
+
+    def test_a_beam_search_and_a_chat_take_one(self, adapted: LLM) -> None:
+        (greedy,) = adapted.generate("the cat sat", replace(GREEDY, ignore_eos=False), adapter="a")
+        (narrow,) = adapted.beam_search("the cat sat", 1, max_tokens=8, length_penalty=0.0, adapter="a")
+        assert narrow.token_ids == greedy.token_ids
+        messages = [{"role": "user", "content": "the cat sat"}]
+        assert adapted.chat(messages, GREEDY, adapter="a").text != adapted.chat(messages, GREEDY).text
+
+    def test_one_that_is_not_loaded_is_refused_by_name(self, adapted: LLM) -> None:
+        adapted.unload_adapter("a")
+        with pytest.raises(RequestError, match="adapter: 'a' is not loaded; loaded are 'b'"):
+            adapted.generate(LONG, GREEDY, adapter="a")
+        with pytest.raises(KeyError):
+            adapted.unload_adapter("a")
+
+    def test_one_that_is_damaged_is_refused_and_what_was_loaded_stays(
+        self, adapted: LLM, folders: dict[str, Path]
+    ) -> None:
+        (before,) = adapted.generate(LONG, GREEDY, adapter="a")
+        (folders["a"] / "adapter_model.safetensors").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
+            adapted.load_adapter("a", folders["a"])
+        assert adapted.generate(LONG, GREEDY, adapter="a")[0].token_ids == before.token_ids
+
+    def test_the_name_of_the_model_is_no_name_for_one(self, model: Model, folders: dict[str, Path]) -> None:
+        with pytest.raises(ValueError, match="adapter: 'tiny' is the model's own name"):
+            LLM(model, adapters={"tiny": folders["a"]})
+
+
+def test_an_adapter_without_a_name_is_forgotten_once_no_live_request_uses_it(model: Model, tmp_path: Path) -> None:
+    first, second = (read_lora(write_adapter(tmp_path / str(i), model.shape, seed=i), model.shape) for i in (1, 2))
+    executor = ReferenceExecutor(model.shape, model.weights)
+    engine = Engine(executor, KVCacheManager(num_blocks=32, block_size=16))
+    old = engine.adapters.load("a", first)
+    prompt = model.tokenizer.encode(LONG)
+    engine.submit(Request("1", prompt, GREEDY, Namespace(adapter=old)))
+    engine.step()
+    engine.adapters.load("a", second)
+    assert set(executor.adapters) == {first.digest, second.digest}
+    while engine.has_work:
+        assert all(delta.finish_reason != "error" for delta in engine.step())
+    engine.adapters.load("a", second)
+    assert set(executor.adapters) == {second.digest}
+    with pytest.raises(RequestError, match=f"adapter: 'a' \\({first.digest}\\) is not loaded"):
+        engine.submit(Request("2", prompt, GREEDY, Namespace(adapter=old)))

@@ -99,7 +99,9 @@ class TestIsRight:
 
 
 class TestSameBits:
-    @pytest.mark.parametrize("shape", [LLAMA, replace(FAMILIES["qwen2"], hidden_size=33, intermediate_size=17), REAL_LAYER])
+    @pytest.mark.parametrize(
+        "shape", [LLAMA, replace(FAMILIES["qwen2"], hidden_size=33, intermediate_size=17), REAL_LAYER]
+    )
     @pytest.mark.parametrize("num_threads", [1, 2])
     def test_of_base_and_adapters_in_one_batch_as_of_each_alone(self, kind, shape, num_threads, adapters):
         """Spans of random lengths, sequences in a random order, base among them: cut, batched, cached, all the same."""

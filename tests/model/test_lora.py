@@ -114,7 +114,7 @@ class TestRefuses:
 
     def test_tensors_of_another_model(self, tmp_path):
         folder = write_adapter(tmp_path, tiny_shape(hidden_size=128, num_layers=1))
-        with pytest.raises(ModelError, match=r"has shape \[4, 128\]; with rank 4 this model needs \[4, 64\]"):
+        with pytest.raises(ModelError, match=r"has shape \[128, 4\]; with rank 4 this model needs \[64, 4\]"):
             read_lora(folder, SHAPE)
         deeper = write_adapter(tmp_path, tiny_shape(num_layers=3))
         with pytest.raises(ModelError, match=r"layers.2\..* the model has 2 layers"):

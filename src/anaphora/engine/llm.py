@@ -197,7 +197,9 @@ class LLM:
         if template is None:
             raise ValueError(f"messages: {self.model.name} has no chat template; use generate()")
         text = template.render(messages, tools=tools)
-        (completion,) = self.generate(self.model.tokenizer.encode(text), sampling, adapter=adapter, cache_salt=cache_salt)
+        (completion,) = self.generate(
+            self.model.tokenizer.encode(text), sampling, adapter=adapter, cache_salt=cache_salt
+        )
         return completion
 
     def load_adapter(self, name: str, path: str | Path) -> None:

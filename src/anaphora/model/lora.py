@@ -106,8 +106,8 @@ def read_lora(folder: Path, shape: ModelShape) -> LoraAdapter:
             pair = LowRank(_read(file, name_a), _read(file, name_b))
             layers[layer][target] = pair
             digest.update(f"\n{layer} {target} {pair.a.shape} {pair.b.shape}\n".encode())
-            digest.update(pair.a)
-            digest.update(pair.b)
+            digest.update(pair.a.data)
+            digest.update(pair.b.data)
         return LoraAdapter(str(folder), digest.hexdigest()[:32], rank, scale, layers)
 
 
@@ -148,7 +148,7 @@ def _rank_and_scale(config: dict[str, Any]) -> tuple[int, float]:
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise ModelError(f"{CONFIG}: r: {rank!r} is not allowed; it must be a whole number from 1 to {MAX_RANK}")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise ModelError(f"{CONFIG}: lora_alpha: {alpha!r} is not allowed; it must be a number")
     if rslora not in (True, False, None):
         raise ModelError(f"{CONFIG}: use_rslora: {rslora!r} is not allowed; it must be true or false")
@@ -180,7 +180,9 @@ def _checked_names(
     for (layer, target), pair in found.items():
         if len(pair) == 1:
             ((half, name),) = pair.items()
-            raise ModelError(f"{WEIGHTS}: layer {layer}, {target}: lora_{'BA'['AB'.index(half)]} of {name!r} is missing")
+            raise ModelError(
+                f"{WEIGHTS}: layer {layer}, {target}: lora_{'BA'['AB'.index(half)]} of {name!r} is missing"
+            )
     if not found:
         raise ModelError(f"{WEIGHTS}: no tensors")
     _require_targets(config, {key for key in found}, shape)
@@ -202,7 +204,9 @@ def _require_targets(config: dict[str, Any], found: set[tuple[int, str]], shape:
         match = _MODULE.fullmatch(module) if isinstance(module, str) else None
         if match is None:
             allowed = ", ".join(f"{target}_proj" for target in TARGETS)
-            raise ModelError(f"{CONFIG}: target_modules: {str(module)[:100]!r} cannot be adapted; allowed are {allowed}")
+            raise ModelError(
+                f"{CONFIG}: target_modules: {str(module)[:100]!r} cannot be adapted; allowed are {allowed}"
+            )
         # A longer name may be one layer's own; a name excluded by another field is for PEFT to say.
         is_everywhere = module == f"{match[1]}_proj" and not config.get("exclude_modules")
         for layer in listed if is_everywhere else ():

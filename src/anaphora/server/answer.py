@@ -23,7 +23,9 @@ class Answer:
         self._form = form
         self._tokenizer = model.tokenizer
         self._choices = [Choice(i) for i in range(len(call.prompts) * call.sampling.n)]
-        self._head: Json = {"id": call_id, "created": int(time.time()), "model": model.name}
+        adapter = call.namespace.adapter
+        name = model.name if adapter is None else adapter.name
+        self._head: Json = {"id": call_id, "created": int(time.time()), "model": name}
 
     async def whole(self, deltas: AsyncIterator[tuple[int, Delta]]) -> Json:
         """Wait for all deltas and return the answer."""

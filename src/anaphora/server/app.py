@@ -175,12 +175,11 @@ class OpenAIServer:
 
     async def _list_models(self, request: Request) -> Response:
         self._tenant(request)
-        return _json({"object": "list", "data": [self._model.describe()]})
+        return _json({"object": "list", "data": self._model.describe_all()})
 
     async def _show_model(self, request: Request) -> Response:
         self._tenant(request)
-        self._model.require(request.path_params["model_id"])
-        return _json(self._model.describe())
+        return _json(self._model.describe(self._model.require(request.path_params["model_id"])))
 
     async def _health(self, _request: Request) -> Response:
         """Whether the process is worth keeping."""

@@ -198,7 +198,7 @@ class Call:
 
     def refusal(self, index: int, error: RequestError, model: ServedModel) -> ApiError:
         """The engine's refusal of one prompt as a 400, in the client's words."""
-        names = self.field_names | {"prompt": self.prompt_paths[index]}
+        names = self.field_names | {"prompt": self.prompt_paths[index], "adapter": "model"}
         is_too_long = _num_tokens(self.prompts[index]) + self.sampling.max_tokens > model.max_context
         code = "context_length_exceeded" if is_too_long and error.param in {"prompt", "max_tokens"} else "invalid_value"
         return _from_request_error(error, names, code)
@@ -329,7 +329,7 @@ def _call(
     return Call(
         prompts=tuple(prompts.values()),
         sampling=sampling,
-        namespace=Namespace(model=model.revision, salt=body.cache_salt),
+        namespace=Namespace(model=model.revision, adapter=model.require(body.model), salt=body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         reports_hits=bool(body.vllm_xargs and body.vllm_xargs.kv_cache_report_mode),

@@ -10,7 +10,9 @@ from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
     from anaphora.engine.json_grammar import JsonGrammars
+    from anaphora.engine.adapters import Adapters
     from anaphora.engine.loop import Engine
+    from anaphora.identity import Adapter
     from anaphora.model import ChatTemplate, Model, Tokenizer
 
 
@@ -24,6 +26,7 @@ class ServedModel:
     max_request_tokens: the same, or what the KV pool can hold if that is less.
     created: Unix seconds, when serving began.
     grammars: the engine's, which compiles the schemas that requests bring.
+    adapters: its LoRA adapters, each a model of its own to clients; None for none.
     """
 
     name: str
@@ -34,6 +37,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     created: int = 0
     grammars: JsonGrammars | None = None
+    adapters: Adapters | None = None
 
     @classmethod
     def of(cls, model: Model, engine: Engine) -> ServedModel:
@@ -47,17 +51,23 @@ class ServedModel:
             chat_template=model.chat_template,
             created=int(time.time()),
             grammars=engine.grammars,
+            adapters=engine.adapters,
         )
 
-    def require(self, name: str) -> None:
-        """Raise a 404 unless `name` is this model."""
-        if name != self.name:
+    def require(self, name: str) -> Adapter | None:
+        """Return the adapter that clients call `name`, None for the model itself; raise a 404 for any other name."""
+        if name == self.name:
+            return None
+        adapters = {} if self.adapters is None else self.adapters.by_name
+        if name not in adapters:
+            served = ", ".join(f"'{each}'" for each in (self.name, *adapters))
             raise ApiError(
                 404,
-                f"The model '{name[:100]}' does not exist; this server has '{self.name}'.",
+                f"The model '{name[:100]}' does not exist; this server has {served}.",
                 param="model",
                 code="model_not_found",
             )
+        return adapters[name]
 
     def encode(self, text: str, path: str, *, add_bos: bool = False) -> bytes:
         """Return the ids of a prompt, the field at `path`. Raises a 400 for a text that is too long whatever its tokens
@@ -73,12 +83,19 @@ class ServedModel:
             )
         return self.tokenizer.encode(text, add_bos=add_bos)
 
-    def describe(self) -> dict[str, object]:
-        """The model as an entry of GET /v1/models."""
+    def describe_all(self) -> list[dict[str, object]]:
+        """What GET /v1/models lists: the model and its adapters."""
+        adapters = {} if self.adapters is None else self.adapters.by_name
+        return [self.describe(), *map(self.describe, adapters.values())]
+
+    def describe(self, adapter: Adapter | None = None) -> dict[str, object]:
+        """The model, or one of its adapters, as an entry of GET /v1/models."""
+        parent = {} if adapter is None else {"parent": self.name}
         return {
-            "id": self.name,
+            "id": self.name if adapter is None else adapter.name,
             "object": "model",
             "created": self.created,
             "owned_by": "anaphora",
             "max_model_len": self.max_request_tokens,
+            **parent,
         }

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from anaphora.engine.executor import LayerGroup, Output
+from anaphora.engine.native.adapter import NativeAdapter
 from anaphora.engine.native.library import LAYER_FIELDS, LayerPointers, Sizes, load_library, native_paths
 from anaphora.engine.validation import check_batch, check_copies, check_pages
 from anaphora.engine.workers import default_num_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from anaphora.engine.executor import Batch, Span
     from anaphora.engine.grouping import Group
-    from anaphora.model import LayerWeights, ModelShape, Weights
+    from anaphora.model import LayerWeights, LoraAdapter, ModelShape, Weights
 
     Array: TypeAlias = NDArray[np.float32]
 
@@ -80,6 +81,7 @@ class NativeExecutor:
         self.path = path or paths[0]
         self._shape = shape
         self._num_blocks = self._block_size = 0
+        self._adapters: dict[str, NativeAdapter] = {}
         self._library = load_library()
         sizes = Sizes(
             shape.num_layers,
@@ -132,6 +134,24 @@ class NativeExecutor:
         """The longest sequence, in tokens."""
         return self._shape.max_context
 
+    @property
+    def adapters(self) -> Collection[str]:
+        """The digests of the adapters that are loaded."""
+        return self._adapters.keys()
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Take an adapter in, rounded to bf16 whatever the weights' format; of one that is there already, nothing.
+
+        Raises:
+            MemoryError: there is not enough memory for it.
+        """
+        if adapter.digest not in self._adapters:
+            self._adapters[adapter.digest] = NativeAdapter(self._library, self._handle, self._shape, adapter)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter, KeyError if there is none such."""
+        del self._adapters[digest]
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make zeroed pages for blocks 0 .. num_blocks, in place of any earlier ones.
 
@@ -175,6 +195,7 @@ class NativeExecutor:
             max_context=self.max_context,
             num_blocks=self._num_blocks,
             block_size=self._block_size,
+            adapters=self._adapters,
         )
         if not batch.spans:
             return Output([])
@@ -192,6 +213,9 @@ class NativeExecutor:
             np.int32,
         )
         blocks = np.concatenate(tables)
+        adapters = np.array(
+            [0 if span.adapter is None else self._adapters[span.adapter].handle for span in ordered], np.uintp
+        )
         place = {span: at for at, span in enumerate(order)}
         shared = np.array(
             [
@@ -206,6 +230,7 @@ class NativeExecutor:
             self._handle,
             tokens.ctypes.data,
             spans.ctypes.data,
+            adapters.ctypes.data,
             len(spans),
             blocks.ctypes.data,
             shared.ctypes.data,

@@ -176,7 +176,10 @@ def _declare(library: ctypes.CDLL) -> None:
         ("load_layer", number, (pointer, number, POINTER(LayerPointers))),
         ("allocate_pages", number, (pointer, number, number)),
         ("copy_block", None, (pointer, number, number)),
-        ("execute", number, (pointer, pointer, pointer, number, pointer, pointer, number, pointer)),
+        ("create_adapter", pointer, (pointer, c_float)),
+        ("load_adapter", number, (pointer, pointer, number, number, pointer, pointer, number, number, number)),
+        ("destroy_adapter", None, (pointer,)),
+        ("execute", number, (pointer, pointer, pointer, pointer, number, pointer, pointer, number, pointer)),
     ):
         function = getattr(library, f"anaphora_{name}")
         function.restype, function.argtypes = result, arguments

@@ -101,6 +101,19 @@ void pack_strips(void* context, Team& team) {
 
 }  // namespace
 
+// An adapter's numbers. It belongs to whoever made it, and outlives every step that it is part of.
+class LoadedAdapter {
+ public:
+  LoadedAdapter(int num_layers, float scale) : layers_(num_layers), adapter_{layers_.data(), scale, 0} {}
+  const Adapter* adapter() const { return &adapter_; }
+
+ private:
+  friend class Engine;
+  std::vector<AdapterLayer> layers_;
+  std::vector<Memory> kept_;
+  Adapter adapter_;
+};
+
 class Engine {
  public:
   Engine(const Path& path, const Sizes& sizes, int num_threads, bool has_8_bits)
@@ -158,12 +171,28 @@ class Engine {
                   model_.page_pairs() * sizeof(uint32_t));
   }
 
+  LoadedAdapter* create_adapter(float scale) { return new LoadedAdapter(model_.sizes.num_layers, scale); }
+
+  // product: 0 .. 3 for qkv, o, gate_up, down. down [rank, num_inputs]; up [num_outputs, rank], its rows in the order of
+  // the lanes of the product's strips.
+  void load_adapter(LoadedAdapter& to, int layer, int product, const float* down, const float* up, int rank,
+                    int num_inputs, int num_outputs) {
+    constexpr LowRank AdapterLayer::*products[] = {&AdapterLayer::qkv, &AdapterLayer::o, &AdapterLayer::gate_up,
+                                                   &AdapterLayer::down};
+    LowRank& low_rank = to.layers_[layer].*products[product];
+    low_rank.down = pack(rows_of({{down, rank}}, num_inputs), num_inputs, to.kept_, false);
+    low_rank.up = pack(rows_of({{up, num_outputs}}, rank), rank, to.kept_, false);
+    const int64_t stride = round_up(rank, STRIP);
+    if (stride > to.adapter_.lowered_stride) to.adapter_.lowered_stride = stride;
+  }
+
   // spans: per span start, number of tokens, wanted logits, and where in `tables` its table begins.
   // groups: per group first span, number of spans, and how many leading key tiles their tables have in common; groups
-  // are apart or nested, the larger ones first.
-  void execute(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables,
-               const int32_t (*groups)[3], int num_groups, float* logits) {
-    plan_rows(tokens, spans, num_spans, tables);
+  // are apart or nested, the larger ones first. adapters: per span, null for none.
+  void execute(const int32_t* tokens, const int32_t (*spans)[4], const LoadedAdapter* const* adapters, int num_spans,
+               const int32_t* tables, const int32_t (*groups)[3], int num_groups, float* logits) {
+    plan_rows(tokens, spans, adapters, num_spans, tables);
+    plan_adapters();
     plan_attention(groups, num_groups);
     make_room();
     step_.logits = logits;
@@ -176,6 +205,7 @@ class Engine {
 
  private:
   static constexpr int32_t PIECE_ROWS = 48;          // of one work item of attention; the keys stay in cache for them
+  static constexpr int32_t ADAPTED_ROWS = 48;        // of one work item of an adapter's inner half
   static constexpr int64_t PIECES_FOR_A_THREAD = 4;  // fewer, and their tiles are shared among the threads
 
   struct Rows {
@@ -201,22 +231,29 @@ class Engine {
 
   // rows: the outputs' weights in the order of the strips' lanes, null for none.
   Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs) {
+    return pack(rows, num_inputs, kept_, has_8_bits_);
+  }
+
+  Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs, std::vector<Memory>& kept, bool has_8_bits) {
     Matrix matrix{nullptr, nullptr, (int32_t)ceil_div(rows.size(), STRIP), (int32_t)ceil_div(num_inputs, 2)};
-    if (has_8_bits_)
-      matrix.blocks = keep((size_t)matrix.num_strips * matrix.num_blocks() * sizeof(Q8Block)).as<Q8Block>();
+    const size_t num_tiles = (size_t)matrix.num_strips * (has_8_bits ? matrix.num_blocks() : matrix.num_pairs);
+    const Memory& memory = kept.emplace_back(num_tiles * (has_8_bits ? sizeof(Q8Block) : STRIP * sizeof(uint32_t)));
+    if (has_8_bits)
+      matrix.blocks = memory.as<Q8Block>();
     else
-      matrix.pairs = keep((size_t)matrix.num_strips * matrix.num_pairs * STRIP * sizeof(uint32_t)).as<uint32_t>();
+      matrix.pairs = memory.as<uint32_t>();
     Packing packing{matrix, rows, num_inputs};
     team_.run(pack_strips, &packing);
     return matrix;
   }
 
-  void plan_rows(const int32_t* tokens, const int32_t (*spans)[4], int num_spans, const int32_t* tables) {
+  void plan_rows(const int32_t* tokens, const int32_t (*spans)[4], const LoadedAdapter* const* adapters, int num_spans,
+                 const int32_t* tables) {
     rows_.clear(), spans_.clear(), logit_rows_.clear();
     for (int32_t s = 0; s < num_spans; ++s) {
       const auto [start, count, num_logits, table] = spans[s];
       const int32_t first_row = (int32_t)rows_.size();
-      spans_.push_back({start, count, first_row, tables + table});
+      spans_.push_back({start, count, first_row, tables + table, adapters[s] ? adapters[s]->adapter() : nullptr});
       for (int32_t i = 0; i < count; ++i) rows_.push_back({tokens[first_row + i], start + i, s});
       for (int32_t i = count - num_logits; i < count; ++i) logit_rows_.push_back(first_row + i);
     }
@@ -226,6 +263,24 @@ class Engine {
     step_.rows = rows_.data();
     step_.spans = spans_.data();
     step_.logit_rows = logit_rows_.data();
+  }
+
+  // Rows of the same adapter that follow one another, of whatever spans, are multiplied together.
+  void plan_adapters() {
+    adapted_.clear();
+    step_.lowered_stride = 0;
+    for (int32_t row = 0; row < (int32_t)rows_.size(); ++row) {
+      const Adapter* adapter = spans_[rows_[row].span].adapter;
+      if (!adapter || !adapter->lowered_stride) continue;
+      if (adapter->lowered_stride > step_.lowered_stride) step_.lowered_stride = adapter->lowered_stride;
+      if (!adapted_.empty() && adapted_.back().adapter == adapter && adapted_.back().stop == row &&
+          row - adapted_.back().first < ADAPTED_ROWS)
+        ++adapted_.back().stop;
+      else
+        adapted_.push_back({adapter, row, row + 1});
+    }
+    step_.adapted = adapted_.data();
+    step_.num_adapted = (int32_t)adapted_.size();
   }
 
   void plan_attention(const int32_t (*groups)[3], int num_groups) {
@@ -311,6 +366,7 @@ class Engine {
     step_.attended = attended_.of<void>(rows * step_.attended_stride * operand);
     step_.activated = activated_.of<void>(rows * step_.activated_stride * operand);
     step_.partials = partials_.of<float>(num_partials_ * step_.partial_stride * 4);
+    step_.lowered = lowered_.of<void>(rows * step_.lowered_stride * operand);
   }
 
   // Room that grows to the largest step so far.
@@ -347,14 +403,16 @@ class Engine {
   std::vector<int32_t> innermost_;  // per span the segment of the smallest group that it is in, -1: none
   std::vector<Piece> pieces_;
   std::vector<TilePiece> tile_pieces_;
+  std::vector<AdaptedRows> adapted_;
   std::vector<int32_t> logit_rows_;
   int64_t num_partials_ = 0;
-  Buffer hidden_, projected_, normed_, queries_, attended_, activated_, partials_;
+  Buffer hidden_, projected_, normed_, queries_, attended_, activated_, partials_, lowered_;
 };
 
 }  // namespace anaphora
 
 using anaphora::Engine;
+using anaphora::LoadedAdapter;
 
 // Run `body`; 0 if memory or threads ran out.
 template <typename Body>
@@ -406,15 +464,29 @@ int anaphora_load_layer(Engine* engine, int number, const anaphora::LayerPointer
   return guarded([&] { engine->load_layer(number, *pointers); });
 }
 
+LoadedAdapter* anaphora_create_adapter(Engine* engine, float scale) {
+  LoadedAdapter* adapter = nullptr;
+  guarded([&] { adapter = engine->create_adapter(scale); });
+  return adapter;
+}
+
+int anaphora_load_adapter(Engine* engine, LoadedAdapter* adapter, int layer, int product, const float* down,
+                          const float* up, int rank, int num_inputs, int num_outputs) {
+  return guarded([&] { engine->load_adapter(*adapter, layer, product, down, up, rank, num_inputs, num_outputs); });
+}
+
+void anaphora_destroy_adapter(LoadedAdapter* adapter) { delete adapter; }
+
 int anaphora_allocate_pages(Engine* engine, int num_blocks, int block_size) {
   return guarded([&] { engine->allocate_pages(num_blocks, block_size); });
 }
 
 void anaphora_copy_block(Engine* engine, int from, int to) { engine->copy_block(from, to); }
 
-int anaphora_execute(Engine* engine, const int32_t* tokens, const int32_t (*spans)[4], int num_spans,
-                     const int32_t* tables, const int32_t (*groups)[3], int num_groups, float* logits) {
-  return guarded([&] { engine->execute(tokens, spans, num_spans, tables, groups, num_groups, logits); });
+int anaphora_execute(Engine* engine, const int32_t* tokens, const int32_t (*spans)[4],
+                     const LoadedAdapter* const* adapters, int num_spans, const int32_t* tables,
+                     const int32_t (*groups)[3], int num_groups, float* logits) {
+  return guarded([&] { engine->execute(tokens, spans, adapters, num_spans, tables, groups, num_groups, logits); });
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t ROW_CHUNK = 96;  // rows of one work item of a product: its operands stay in the second-level cache
 constexpr int64_t FEW_ROWS = 4;    // rows of one work item of everything else
+constexpr int64_t NO_NEXT = 0;     // strip to fetch ahead
 
 template <typename Body>
 void share(Team& team, int64_t count, Body body) {
@@ -41,6 +42,50 @@ void share_product(Team& team, const Matrix& matrix, const void* x, int64_t x_st
     multiply(matrix, strip, next, (const Operand*)x, x_stride, first, stop,
              [&](int64_t row, F32 left, F32 right) { epilogue(row, strip, left, right); });
   });
+}
+
+// The inner half of what adapters add to a product: scale * (down @ x), of the rows that have one.
+void lower(const Step& step, Team& team, int64_t layer, LowRank AdapterLayer::*which, const void* x, int64_t x_stride) {
+  if (!step.num_adapted) return;
+  const int64_t most_strips = step.lowered_stride / STRIP;
+  share(team, step.num_adapted * most_strips, [&](int64_t item) {
+    const AdaptedRows& rows = step.adapted[item / most_strips];
+    const Matrix& down = (rows.adapter->layers[layer].*which).down;
+    const int64_t strip = item % most_strips;
+    if (strip >= down.num_strips) return;
+    const F32 scale = splat(rows.adapter->scale);
+    multiply(down, strip, NO_NEXT, (const Operand*)x, x_stride, rows.first, rows.stop, [&](int64_t row, F32 left, F32 right) {
+      Operand* to = (Operand*)step.lowered + row * step.lowered_stride + strip * STRIP;
+      store_operands(to, left * scale);
+      store_operands(to + LANES, right * scale);
+    });
+  });
+}
+
+// The outer half, a row and a strip at a time: few inputs, so the row alone is enough to multiply by.
+INLINE void add_adapted(const Step& step, int64_t layer, LowRank AdapterLayer::*which, int64_t row, int64_t strip,
+                        F32& left, F32& right) {
+  const Adapter* adapter = step.spans[step.rows[row].span].adapter;
+  if (!adapter) return;
+  const Matrix& up = (adapter->layers[layer].*which).up;
+  if (!up.num_strips) return;
+  alignas(64) float out[STRIP];
+  const Operand* x = (const Operand*)step.lowered + row * step.lowered_stride;
+  strip_product<1>(Bf16Strip{up.strip(strip), 0}, up.num_pairs, x, step.lowered_stride, out);
+  left = left + load(out);
+  right = right + load(out + LANES);
+}
+
+// A layer's product of all rows, with what their adapters add to it.
+template <typename Epilogue>
+void project(const Step& step, Team& team, int64_t layer, Matrix Layer::*matrix, LowRank AdapterLayer::*which,
+             const void* x, int64_t x_stride, Epilogue epilogue) {
+  lower(step, team, layer, which, x, x_stride);
+  share_product(team, step.model->layers[layer].*matrix, x, x_stride, step.num_rows,
+                [&](int64_t row, int64_t strip, F32 left, F32 right) {
+                  if (step.num_adapted) add_adapted(step, layer, which, row, strip, left, right);
+                  epilogue(row, strip, left, right);
+                });
 }
 
 // 1 / root mean square. `x` is padded with zeros to whole vectors.
@@ -156,27 +201,27 @@ void forward(const Step& step, Team& team) {
   for (int64_t number = 0; number < sizes.num_layers; ++number) {
     const Layer& layer = model.layers[number];
     share_rows(team, step.num_rows, [&](int64_t row) { norm(hidden(row), layer.attention_norm, sizes, normed(row)); });
-    share_product(team, layer.qkv, step.normed, step.hidden_stride, step.num_rows,
-                  [&](int64_t row, int64_t strip, F32 left, F32 right) {
-                    if (const float* bias = layer.qkv_bias) {
-                      left = left + load(bias + strip * STRIP);
-                      right = right + load(bias + strip * STRIP + LANES);
-                    }
-                    float* to = step.projected + row * step.projected_stride + strip * STRIP;
-                    store(to, left);
-                    store(to + LANES, right);
-                  });
+    project(step, team, number, &Layer::qkv, &AdapterLayer::qkv, step.normed, step.hidden_stride,
+            [&](int64_t row, int64_t strip, F32 left, F32 right) {
+              if (const float* bias = layer.qkv_bias) {
+                left = left + load(bias + strip * STRIP);
+                right = right + load(bias + strip * STRIP + LANES);
+              }
+              float* to = step.projected + row * step.projected_stride + strip * STRIP;
+              store(to, left);
+              store(to + LANES, right);
+            });
     share_rows(team, step.num_rows, [&](int64_t row) { distribute(step, number, row); });
     attention(step, team, number);
-    share_product(team, layer.o, step.attended, step.attended_stride, step.num_rows, add_to_hidden);
+    project(step, team, number, &Layer::o, &AdapterLayer::o, step.attended, step.attended_stride, add_to_hidden);
 
     share_rows(team, step.num_rows, [&](int64_t row) { norm(hidden(row), layer.mlp_norm, sizes, normed(row)); });
-    share_product(team, layer.gate_up, step.normed, step.hidden_stride, step.num_rows,
-                  [&](int64_t row, int64_t strip, F32 gate, F32 up) {
-                    store_operands((Operand*)step.activated + row * step.activated_stride + strip * LANES,
-                                   silu(gate) * up);
-                  });
-    share_product(team, layer.down, step.activated, step.activated_stride, step.num_rows, add_to_hidden);
+    project(step, team, number, &Layer::gate_up, &AdapterLayer::gate_up, step.normed, step.hidden_stride,
+            [&](int64_t row, int64_t strip, F32 gate, F32 up) {
+              store_operands((Operand*)step.activated + row * step.activated_stride + strip * LANES, silu(gate) * up);
+            });
+    project(step, team, number, &Layer::down, &AdapterLayer::down, step.activated, step.activated_stride,
+            add_to_hidden);
   }
 
   share_rows(team, step.num_logits, [&](int64_t i) {

@@ -71,6 +71,22 @@ struct Layer {
   float *qkv_bias, *q_norm, *k_norm;  // null where the model has none
 };
 
+// What an adapter (LoRA) adds to one product: up @ (scale * (down @ x)), in the strips of that product's matrix, bf16.
+// Ranks of what shares a matrix (q, k and v; gate and up) lie side by side: rows of down, inputs of up.
+struct LowRank {
+  Matrix down, up;  // no strips: nothing is added
+};
+
+struct AdapterLayer {
+  LowRank qkv, o, gate_up, down;
+};
+
+struct Adapter {
+  AdapterLayer* layers;
+  float scale;
+  int64_t lowered_stride;  // outputs of its largest `down`, in whole strips
+};
+
 struct Pages {
   uint32_t* pairs;
   int32_t num_blocks, block_size;
@@ -96,6 +112,7 @@ struct Model {
 struct Span {
   int32_t start, num_tokens, first_row;
   const int32_t* table;
+  const Adapter* adapter;  // null: none
 };
 
 struct Row {
@@ -133,21 +150,29 @@ struct TilePiece {
   int32_t piece, tile;
 };
 
+// Some consecutive rows of one adapter.
+struct AdaptedRows {
+  const Adapter* adapter;
+  int32_t first, stop;
+};
+
 struct Step {
   const Model* model;
-  int32_t num_rows, num_pieces, num_logits;
+  int32_t num_rows, num_pieces, num_adapted, num_logits;
   int64_t num_tile_pieces;
   const Row* rows;
   const Span* spans;
   const Segment* segments;
   const Piece* pieces;           // [num_pieces] of the spans' segments, then those of groups'
   const TilePiece* tile_pieces;  // of kept segments
+  const AdaptedRows* adapted;    // [num_adapted]
   const int32_t* logit_rows;     // [num_logits]
   float* logits;                 // [num_logits, head strips * 32]
   // Rows of floats and of operands; strides in elements.
   float *hidden, *projected, *partials;
-  void *normed, *queries, *attended, *activated;
-  int64_t hidden_stride, projected_stride, attended_stride, activated_stride, query_stride, partial_stride;
+  void *normed, *queries, *attended, *activated, *lowered;
+  int64_t hidden_stride, projected_stride, attended_stride, activated_stride, query_stride, partial_stride,
+      lowered_stride;
 };
 
 class Team;
