@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -15,7 +14,8 @@ from anaphora.engine.executor import Batch, RunsAdapters, Span
 from anaphora.engine.native import NativeExecutor, NativeUnavailableError, native_paths
 from anaphora.engine.reference import ReferenceExecutor
 from anaphora.model import read_lora
-from tests.tiny_adapters import merged, write_adapter
+from anaphora.model.lora import TARGETS
+from tests.tiny_adapters import merged, random_tensors, write_adapter
 
 from .dense_model import FAMILIES, LLAMA, dense_logits, random_weights
 from .executor_contract import NUM_BLOCKS, NUM_TOKENS, REAL_LAYER, assert_same_bits, run, sequence
@@ -26,8 +26,9 @@ except NativeUnavailableError:
     PATHS = ()
 
 KINDS = ("reference", *PATHS, *(f"{path} of 8 bits" for path in PATHS[:1]))
-TOLERANCE = {"reference": 1e-5, "avx512-bf16": 4e-2}
-"""Root mean square of the error, relative to that of the logits; for the others 2e-2: their weights become bf16 here."""
+TOLERANCE = {"reference": 1e-5, "avx512-bf16": 8e-2, "8 bits": 1e-1}
+"""Root mean square of the error, relative to that of the logits. For the other paths, whose operands are float32, it is
+2e-3: keys and values that round to the other side."""
 
 ADAPTERS = {
     "all": {"rank": 4, "seed": 1},
@@ -38,9 +39,43 @@ ADAPTERS = {
 }
 
 
+def to_bf16(x):
+    """The nearest bf16 numbers, as float32."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+@cache
+def bf16_weights(shape):
+    """Random weights whose matrices are bf16 already, so that packing them loses nothing."""
+    weights = random_weights(shape)
+    weights.embedding, weights.output = to_bf16(weights.embedding), to_bf16(weights.output)
+    for layer in weights.layers:
+        for target in TARGETS:
+            setattr(layer, target, to_bf16(getattr(layer, target)))
+    return weights
+
+
+def bf16_adapter(folder, shape, rank, targets=TARGETS, seed=0, **config):
+    tensors = {name: to_bf16(tensor) for name, tensor in random_tensors(shape, rank, targets, seed).items()}
+    return read_lora(write_adapter(folder, shape, rank, targets, tensors=tensors, **config), shape)
+
+
+def expected_logits(kind, shape, adapter=None):
+    """In float64, of a model with the adapter merged into its weights, keys and values kept as the executor does."""
+    weights = bf16_weights(shape) if adapter is None else merged(bf16_weights(shape), adapter)
+    if kind == "reference":
+        return dense_logits(shape, weights, sequence(0))
+    return dense_logits(shape, weights, sequence(0), lambda kv: to_bf16(kv.astype(np.float32)).astype(np.float64))
+
+
+def tolerance(kind):
+    return TOLERANCE["8 bits"] if "8 bits" in kind else TOLERANCE.get(kind, 2e-3)
+
+
 @cache
 def build(kind, shape, num_threads=2):
-    weights = random_weights(shape)
+    weights = bf16_weights(shape)
     if kind == "reference":
         return ReferenceExecutor(shape, weights, num_threads)
     path, *eight_bits = kind.split(" ", 1)
@@ -52,10 +87,7 @@ def adapters(tmp_path_factory):
     @cache
     def of(shape):
         root = tmp_path_factory.mktemp("adapters")
-        return {
-            name: read_lora(write_adapter(Path(root, name), shape, **settings), shape)
-            for name, settings in ADAPTERS.items()
-        }
+        return {name: bf16_adapter(root / name, shape, **settings) for name, settings in ADAPTERS.items()}
 
     return of
 
@@ -84,18 +116,16 @@ class TestIsRight:
         adapter = adapters(shape)[name]
         executor = build(kind, shape)
         executor.load_adapter(adapter)
-        dense = dense_logits(shape, merged(random_weights(shape), adapter), sequence(0))
-        error = relative_error(logits_alone(executor, sequence(0), adapter.digest), dense)
-        assert error < (TOLERANCE.get(kind, 2e-2) if "8 bits" not in kind else 8e-2)
-        assert relative_error(dense_logits(shape, random_weights(shape), sequence(0)), dense) > 0.2
+        expected = expected_logits(kind, shape, adapter)
+        assert relative_error(logits_alone(executor, sequence(0), adapter.digest), expected) < tolerance(kind)
+        assert relative_error(expected_logits(kind, shape), expected) > 0.2
 
     def test_at_real_size(self, kind, adapters):
         adapter = adapters(REAL_LAYER)["all"]
         executor = build(kind, REAL_LAYER)
         executor.load_adapter(adapter)
-        dense = dense_logits(REAL_LAYER, merged(random_weights(REAL_LAYER), adapter), sequence(0))
-        error = relative_error(logits_alone(executor, sequence(0), adapter.digest), dense)
-        assert error < (TOLERANCE.get(kind, 2e-2) if "8 bits" not in kind else 8e-2)
+        expected = expected_logits(kind, REAL_LAYER, adapter)
+        assert relative_error(logits_alone(executor, sequence(0), adapter.digest), expected) < tolerance(kind)
 
 
 class TestSameBits:

@@ -145,7 +145,7 @@ class TestRefuses:
         tensors = random_tensors(SHAPE)
         for half in "AB":
             del tensors[tensor_name(0, "v", half)]
-        with pytest.raises(ModelError, match="layer 0, v: missing, although adapter_config.json lists it"):
+        with pytest.raises(ModelError, match=r"layer 0, v: missing, although adapter_config\.json lists it"):
             read_lora(write_adapter(tmp_path, SHAPE, tensors=tensors), SHAPE)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -171,9 +171,9 @@ class TestRefuses:
             read_lora(folder, SHAPE)
 
     def test_what_is_not_there(self, tmp_path):
-        with pytest.raises(ModelError, match="expected a folder with adapter_config.json"):
+        with pytest.raises(ModelError, match=r"expected a folder with adapter_config\.json"):
             read_lora(tmp_path / "none", SHAPE)
-        with pytest.raises(ModelError, match="adapter_config.json: missing"):
+        with pytest.raises(ModelError, match=r"adapter_config\.json: missing"):
             read_lora(tmp_path, SHAPE)
         (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
         with pytest.raises(ModelError, match=r"adapter_model\.safetensors: missing"):

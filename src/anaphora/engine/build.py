@@ -92,6 +92,8 @@ def build_engine(
         raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
     if adapters and model.name in adapters:
         raise ValueError(f"adapter: {model.name!r} is the model's own name; choose another")
+    if adapters and executor == "torch":
+        raise ValueError("adapter: 'torch' runs none; native and reference do")
     loras = {name: read_lora(Path(path), model.shape) for name, path in (adapters or {}).items()}
     runner = _EXECUTORS[executor](model)
     block_size = choose_block_size(runner)

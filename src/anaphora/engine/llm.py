@@ -16,6 +16,7 @@ from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
     from anaphora.engine.build import EngineOptions
     from anaphora.engine.loop import EngineStats
     from anaphora.engine.request import Delta, FinishReason

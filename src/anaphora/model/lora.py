@@ -185,7 +185,7 @@ def _checked_names(
             )
     if not found:
         raise ModelError(f"{WEIGHTS}: no tensors")
-    _require_targets(config, {key for key in found}, shape)
+    _require_targets(config, set(found), shape)
     return {key: (pair["A"], pair["B"]) for key, pair in found.items()}
 
 

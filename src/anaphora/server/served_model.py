@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from anaphora.engine.json_grammar import JsonGrammars
     from anaphora.engine.adapters import Adapters
+    from anaphora.engine.json_grammar import JsonGrammars
     from anaphora.engine.loop import Engine
     from anaphora.identity import Adapter
     from anaphora.model import ChatTemplate, Model, Tokenizer
