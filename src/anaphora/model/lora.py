@@ -91,6 +91,7 @@ def read_lora(folder: Path, shape: ModelShape) -> LoraAdapter:
         ModelError: a file is missing or damaged, or it is an adapter that cannot be run on this model. The message
             names the file and the field or tensor at fault.
     """
+    folder = folder.resolve()
     with naming(folder):
         if not folder.is_dir():
             raise ModelError(f"expected a folder with {CONFIG} and {WEIGHTS}")
