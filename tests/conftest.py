@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from anaphora import compiled
 from anaphora.compiled import absent
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from anaphora.model import Model
+
+# An example may take long on a busy machine.
+settings.register_profile("anaphora", deadline=None)
+settings.load_profile("anaphora")
 
 # The model's package is imported where it is used: the core's tests need nothing but the standard library.
 

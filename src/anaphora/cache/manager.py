@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from operator import index as to_integer
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from anaphora.cache.copies import Copies
 from anaphora.cache.events import require_names
@@ -19,6 +19,7 @@ from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
+from anaphora.cache.options import check_options
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.residency import Residency, ResidencyStats
 from anaphora.cache.retention import Retention, RetentionBook
@@ -35,11 +36,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
-
-IndexKind = Literal["radix", "hash"]
-
-MAX_BLOCK_ID = 2**31 - 1
-"""Block tables hold int32."""
+    from anaphora.cache.options import IndexKind
 
 
 class KVCacheManager:
@@ -89,39 +86,23 @@ class KVCacheManager:
         measure_residency: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value.__class__ is not int or not 1 <= value <= MAX_BLOCK_ID:
-                raise ValueError(f"{name}: expected a positive integer that fits int32, got {value!r}")
-        if not callable(clock):
-            raise ValueError(f"clock: expected a function that returns seconds, got {clock!r}")
-        if not isinstance(max_retained_share, (int, float)) or not 0 <= max_retained_share <= 1:
-            raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
+        self.match_unit = block_size if match_unit is None else match_unit
+        check_options(num_blocks, block_size, index, digests, self.match_unit, max_retained_share, clock)
         self.num_blocks = num_blocks
         self.block_size = block_size
         policy = resolve_policy(eviction, block_size, clock)
-        kinds: dict[str, type[RadixIndex | HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
-        if digests is not None and not isinstance(digests, BlockDigests):
-            raise TypeError(f"digests: expected BlockDigests, or None for our own, got {type(digests).__name__}")
-        if index is not None and not (isinstance(index, str) and index in kinds):
-            raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
         self._windows = Windows(windows, block_size, window_retention)
-        kind = index or ("radix" if self._windows.is_plain else "hash")
         self._num_groups = self._windows.num_groups
         self._no_tables = [NO_BLOCKS] * self._num_groups
-        self.match_unit = block_size if match_unit is None else match_unit
-        if (
-            self.match_unit.__class__ is not int
-            or not 1 <= self.match_unit <= block_size
-            or block_size % self.match_unit
-        ):
-            raise ValueError(f"match_unit: expected a divisor of block_size, {block_size}, got {match_unit!r}")
         self._hits_parts = self.match_unit < block_size
         if self._hits_parts and self._num_groups > 1:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._residency = Residency(clock) if measure_residency else None
         self._digests = digests or BlockDigests()
-        self._index: PrefixIndex = kinds[kind](
+        if index is None:
+            index = "radix" if self._windows.is_plain else "hash"
+        self._index: PrefixIndex = (RadixIndex if index == "radix" else HashIndex)(
             num_blocks, block_size, self._digests, self._events, self._windows, policy, self._residency
         )
         self._retained = RetentionBook(self._index, self._num_groups, int(num_blocks * max_retained_share), clock)

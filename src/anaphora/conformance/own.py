@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache import Sequence
-    from anaphora.cache.manager import IndexKind
+    from anaphora.cache.options import IndexKind
 
 
 class ForgeableDigests(VllmDigests):

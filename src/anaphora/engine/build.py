@@ -16,7 +16,7 @@ from anaphora.model.lora import read_lora
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from anaphora.cache.manager import IndexKind
+    from anaphora.cache.options import IndexKind
     from anaphora.engine.executor import Executor, LayerGroup
     from anaphora.engine.native.executor import WeightFormat
     from anaphora.engine.order import QueueOrderChoice

@@ -22,7 +22,7 @@ from anaphora.tokens import MAX_TOKEN_ID
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anaphora.cache.manager import IndexKind
+    from anaphora.cache.options import IndexKind
     from anaphora.engine.cost_model import HardwareProfile
     from anaphora.lab.trace import Prompt, Trace
     from anaphora.model.shape import ModelShape

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.manager import IndexKind
+    from anaphora.cache.options import IndexKind
     from anaphora.lab.trace import Prompt
 
 Counting = Literal["engine", "listed"]

@@ -15,7 +15,7 @@ from anaphora.lab.replay import CacheReplay, Counting, Fleet, Routing, count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anaphora.cache.manager import IndexKind
+    from anaphora.cache.options import IndexKind
     from anaphora.lab.replay import Cache
     from anaphora.lab.trace import Trace
 

@@ -1,0 +1,37 @@
+"""Options: what a manager may be made with. `KVCacheManager` says what each of them means."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from anaphora.identity import BlockDigests
+
+IndexKind = Literal["radix", "hash"]
+INDEX_KINDS = ("radix", "hash")
+MAX_BLOCK_ID = 2**31 - 1
+"""Block tables hold int32."""
+
+
+def check_options(
+    num_blocks: int,
+    block_size: int,
+    index: str | None,
+    digests: BlockDigests | None,
+    match_unit: int,
+    max_retained_share: float,
+    clock: object,
+) -> None:
+    """Raise ValueError or TypeError that names the first option that is not allowed, and what is."""
+    for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+        if value.__class__ is not int or not 1 <= value <= MAX_BLOCK_ID:
+            raise ValueError(f"{name}: expected a positive integer that fits int32, got {value!r}")
+    if not callable(clock):
+        raise ValueError(f"clock: expected a function that returns seconds, got {clock!r}")
+    if not isinstance(max_retained_share, (int, float)) or not 0 <= max_retained_share <= 1:
+        raise ValueError(f"max_retained_share: expected 0 to 1, got {max_retained_share!r}")
+    if digests is not None and not isinstance(digests, BlockDigests):
+        raise TypeError(f"digests: expected BlockDigests, or None for our own, got {type(digests).__name__}")
+    if index is not None and not (isinstance(index, str) and index in INDEX_KINDS):
+        raise ValueError(f"index: expected 'radix' or 'hash', got {index!r}")
+    if match_unit.__class__ is not int or not 1 <= match_unit <= block_size or block_size % match_unit:
+        raise ValueError(f"match_unit: expected a divisor of block_size, {block_size}, got {match_unit!r}")
