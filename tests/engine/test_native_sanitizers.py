@@ -27,13 +27,22 @@ WORK = """
 import sys
 from array import array
 from dataclasses import replace
+from itertools import cycle
 import numpy as np
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.native import NativeExecutor, library
+from anaphora.model import LoraAdapter, LowRank
+from anaphora.model.lora import projection_sizes
 from tests.engine.dense_model import FAMILIES, LLAMA, random_weights
 
 library.FLAGS = (*library.FLAGS, "-g", "-O1", *sys.argv[2:])
 tokens = np.random.default_rng(0).integers(0, 53, 700, np.int32)
+
+
+def adapter(shape, rank, targets):
+    ones = {t: LowRank(np.ones((rank, n), np.float32), np.ones((m, rank), np.float32) / 64)
+            for t, (m, n) in projection_sizes(shape).items() if t in targets}
+    return LoraAdapter("", f"rank {rank}", rank, 0.1, (ones,) * shape.num_layers)
 
 
 def span(start, count, first_block, num_shared=0, num_logits=1):
@@ -49,6 +58,13 @@ for shape, weight_format in [*((shape, "bf16") for shape in FAMILIES.values()), 
     executor.execute(Batch([span(600, 1, 1)]))  # few pieces: each tile for itself
     shared = [((0, 1, 2, 3), 32), ((1, 2), 36)]
     executor.execute(Batch([span(576 + i, 1 + 5 * i, 50 + 50 * i, 36) for i in range(4)] + [span(0, 90, 300)], shared))
+    executor.load_adapter(adapter(shape, 3, "qvo"))
+    executor.load_adapter(adapter(shape, 40, ("k", "gate", "down")))
+    spans = [span(0, 5 + 60 * i, 1 + 50 * i) for i in range(6)]
+    for each, digest in zip(spans, cycle([None, "rank 3", "rank 40"])):
+        each.adapter = digest
+    executor.execute(Batch(spans))
+    executor.unload_adapter("rank 3")
     executor.copy_blocks([(1, 399), (399, 400)])
     assert np.isfinite(executor.execute(Batch([span(600, 1, 1)])).logits[0]).all()
 print("done")
