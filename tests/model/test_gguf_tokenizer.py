@@ -155,6 +155,12 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], messag
         read_tokenizer(byte_level("smollm") | change)
 
 
+def test_a_merge_of_what_is_no_token_is_refused() -> None:
+    metadata = byte_level("gpt-2") | {"tokenizer.ggml.merges": [*_MERGES, "b zz"]}
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges: they do not fit each other: .*zz"):
+        read_tokenizer(metadata)
+
+
 def test_scores_must_be_there_for_sentencepiece() -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.scores: expected one score for each token"):
         read_tokenizer(sentencepiece(scores=[0.0]))

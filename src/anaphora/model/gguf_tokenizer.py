@@ -86,13 +86,21 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Backend:
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in _strings(metadata, "merges"))]
     # Llama 3 takes a word that is a token as it is, though its merges would not lead there.
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
+    backend = _bpe(vocabulary, merges, ignore_merges=name == "llama-bpe")
     if name == "qwen2":
         # As Qwen's own tokenizer does; llama.cpp leaves it out, and differs on decomposed characters.
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[name]
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Backend:
+    """Build the model. Merges that name what is no token are the file's fault, and the library's own exception."""
+    try:
+        return Backend(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:
+        raise ModelError(f"tokenizer.ggml.tokens, tokenizer.ggml.merges: they do not fit each other: {error}") from None
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Backend:
@@ -109,14 +117,12 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Backend:
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     )
-    backend = Backend(
-        models.BPE(
-            vocab=vocabulary,
-            merges=[(tokens[left], tokens[right]) for _, left, right in ranked],
-            unk_token=next((token for token, of_type in zip(tokens, types, strict=True) if of_type == _UNKNOWN), None),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    backend = _bpe(
+        vocabulary,
+        [(tokens[left], tokens[right]) for _, left, right in ranked],
+        unk_token=next((token for token, of_type in zip(tokens, types, strict=True) if of_type == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=True,
     )
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
