@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from anaphora.engine.loop import EngineStats
 from anaphora.engine.request import Delta
+from anaphora.engine.stats import EngineStats
 from anaphora.server.metrics import Metrics
 from anaphora.version import __version__
 

@@ -279,9 +279,7 @@ class KVCacheManager:
         if sequence.manager is not self:
             raise _foreign()
         if sequence.state != "finished":
-            if sequence.state == "running":
-                self._give_back(sequence)
-            sequence.state = "finished"
+            self._end(sequence)
             self._stats.finished += 1
 
     def abort(self, sequence: Sequence) -> None:
@@ -289,8 +287,7 @@ class KVCacheManager:
         if sequence.manager is not self:
             raise _foreign()
         if sequence.state != "finished":
-            self.finish(sequence)
-            self._stats.finished -= 1
+            self._end(sequence)
             self._stats.aborted += 1
 
     def preempt(self, sequence: Sequence) -> None:
@@ -512,6 +509,11 @@ class KVCacheManager:
             except BufferError:  # someone still looks at the old buffer; leave it to them
                 tables[group] = table + part
         sequence.block_table = tables[0]
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.state == "running":
+            self._give_back(sequence)
+        sequence.state = "finished"
 
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)

@@ -76,8 +76,7 @@ class RadixIndex:
     @property
     def num_available(self) -> int:
         """Blank blocks and those of unpinned nodes."""
-        tree = self._tree
-        return len(self._blank) + (tree.num_evictable_blocks if tree.quotas else tree.order.num_blocks)
+        return len(self._blank) + self._tree.num_evictable_blocks
 
     @property
     def num_cached(self) -> int:

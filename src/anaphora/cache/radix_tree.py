@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.cache.eviction import make_order
 from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
-from anaphora.cache.node import NO_KIDS, Node, Root
+from anaphora.cache.node import Node, Root
 from anaphora.tokens import TOKEN_BYTES, Buffer
 
 if TYPE_CHECKING:
@@ -229,10 +229,7 @@ class RadixTree:
         """Hang a new leaf below a node that the caller holds: that hold moves to the leaf."""
         node = Node(parent, parent.order, label, key, blocks)
         node.ref = 1
-        if parent.kids is NO_KIDS:
-            parent.kids = {label: node}
-        else:
-            parent.kids[label] = node
+        parent.adopt(node)
         if self.residency is not None:
             self.residency.stored(node)
         return node

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from anaphora.engine.executor import Batch
-from anaphora.engine.loop import span_of
+from anaphora.engine.live_request import span_of
 from anaphora.engine.request import RequestError
 from anaphora.tokens import pack
 

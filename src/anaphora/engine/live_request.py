@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from anaphora.engine.executor import Span
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -57,3 +60,18 @@ class LiveRequest:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the first admission found in the cache; 0 before it."""
         return self.sequence.num_cached_tokens if self.sequence.was_admitted else 0
+
+
+def span_of(sequence: Sequence, start: int, num_tokens: int) -> Span:
+    """Return the executor's span of so many tokens; with a row of logits if it reaches the last known token."""
+    end = start + num_tokens
+    adapter = sequence.namespace.adapter
+    # A copy: a view of the sequence's tokens would keep it from growing.
+    tokens = sequence.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+    return Span(
+        tokens=np.frombuffer(tokens, dtype=np.int32),
+        start=start,
+        block_tables=sequence.block_tables,
+        num_logits=int(end == sequence.num_tokens),
+        adapter=None if adapter is None else adapter.digest,
+    )

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from anaphora.engine.build import EngineOptions
-    from anaphora.engine.loop import EngineStats
     from anaphora.engine.request import Delta, FinishReason
+    from anaphora.engine.stats import EngineStats
     from anaphora.model.progress import Progress
 
 

@@ -13,25 +13,25 @@ import math
 import random
 import struct
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from anaphora.engine.adapters import Adapters
-from anaphora.engine.executor import Batch, Span
+from anaphora.engine.executor import Batch
 from anaphora.engine.grouping import shared_prefixes
 from anaphora.engine.hit_report import hit_report
 from anaphora.engine.json_grammar import JsonGrammars
-from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.live_request import LiveRequest, span_of
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
-from anaphora.engine.request import Delta, RequestError
+from anaphora.engine.request import Delta, RequestError, check_token_ids
 from anaphora.engine.sampling import Sampler, token_logprob
 from anaphora.engine.scheduler import Scheduler
+from anaphora.engine.stats import EngineStats
 from anaphora.engine.stopping import OutputStream
-from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.manager import KVCacheManager
-    from anaphora.cache.sequence import Sequence
     from anaphora.engine.executor import Executor
     from anaphora.engine.order import QueueOrderChoice
     from anaphora.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
@@ -51,40 +50,6 @@ if TYPE_CHECKING:
 
 
 _pack_id = struct.Struct("=i").pack
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start; `num_running`, `num_waiting` and the block counts are of now. Times are in seconds.
-
-    num_held: of those that wait, how many sat out the last step since it computed a prefix of theirs.
-
-    manager_s: in the manager's calls and the scheduling loop around them: an upper bound of what caching costs.
-    execute_s: in the executor. step_s: in whole steps, so it contains all of execute_s and nearly all of manager_s.
-    prompt_tokens, cached_tokens: of admitted requests, counted once, at their first admission.
-    computed_prompt_tokens: prompt tokens that went through the executor, recomputed ones included; so without
-    preemptions, prompt_tokens = cached_tokens + computed_prompt_tokens once everything has finished.
-    """
-
-    num_steps: int = 0
-    step_s: float = 0.0
-    manager_s: float = 0.0
-    execute_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    output_tokens: int = 0
-    num_preemptions: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_held: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the pool that running requests hold, 0 to 1. Cached blocks that nobody holds count as free."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
 
 
 class Engine:
@@ -213,22 +178,7 @@ class Engine:
         Cost: one pass over the prompt; of a JSON schema that is new here, `JsonGrammars.check`.
         """
         sampling = request.sampling
-        if not request.prompt:
-            raise RequestError("prompt", "prompt: no tokens; at least 1 is needed")
-        if len(request.prompt) % TOKEN_BYTES:
-            raise RequestError("prompt", f"prompt: {len(request.prompt)} bytes are no whole number of int32 ids")
-        ids = np.frombuffer(request.prompt, dtype=np.int32)
-        vocab_size = self._executor.vocab_size
-        is_valid = (ids >= 0) & (ids < vocab_size)
-        if not is_valid.all():
-            position = int(is_valid.argmin())
-            raise RequestError(
-                "prompt", f"prompt[{position}]: {ids[position]} is no token id; allowed are 0 to {vocab_size - 1}"
-            )
-        for name, of_field in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
-            for token_id in of_field:
-                if not 0 <= token_id < vocab_size:
-                    raise RequestError(name, f"{name}: {token_id} is no token id; allowed are 0 to {vocab_size - 1}")
+        num_prompt_tokens = check_token_ids(request, self._executor.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
         if sampling.json_schema is not None:
@@ -241,7 +191,7 @@ class Engine:
                 f"n: {sampling.n} samples are drawn side by side; at most {self._scheduler.max_num_seqs} requests run",
             )
         self.adapters.validate(request.namespace.adapter)
-        self._validate_length(len(ids), sampling.max_tokens)
+        self._validate_length(num_prompt_tokens, sampling.max_tokens)
 
     def _adapters_in_use(self) -> set[str]:
         used = (samples[0].request.namespace.adapter for samples in self._live.values() if samples)
@@ -534,21 +484,6 @@ class Engine:
             error=error,
             index=live.index if index is None else index,
         )
-
-
-def span_of(sequence: Sequence, start: int, num_tokens: int) -> Span:
-    """Return the executor's span of so many tokens; with a row of logits if it reaches the last known token."""
-    end = start + num_tokens
-    adapter = sequence.namespace.adapter
-    # A copy: a view of the sequence's tokens would keep it from growing.
-    tokens = sequence.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-    return Span(
-        tokens=np.frombuffer(tokens, dtype=np.int32),
-        start=start,
-        block_tables=sequence.block_tables,
-        num_logits=int(end == sequence.num_tokens),
-        adapter=None if adapter is None else adapter.digest,
-    )
 
 
 def _describe(error: Exception) -> str:

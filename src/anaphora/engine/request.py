@@ -8,7 +8,10 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from anaphora.identity import Namespace
+from anaphora.tokens import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -212,3 +215,27 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     index: int = 0
+
+
+def check_token_ids(request: Request, vocab_size: int) -> int:
+    """Raise RequestError for an id in any of the request's fields that is no token; return the prompt's length.
+
+    Cost: one pass over the prompt.
+    """
+    if not request.prompt:
+        raise RequestError("prompt", "prompt: no tokens; at least 1 is needed")
+    if len(request.prompt) % TOKEN_BYTES:
+        raise RequestError("prompt", f"prompt: {len(request.prompt)} bytes are no whole number of int32 ids")
+    ids = np.frombuffer(request.prompt, dtype=np.int32)
+    is_valid = (ids >= 0) & (ids < vocab_size)
+    if not is_valid.all():
+        position = int(is_valid.argmin())
+        raise RequestError(
+            "prompt", f"prompt[{position}]: {ids[position]} is no token id; allowed are 0 to {vocab_size - 1}"
+        )
+    sampling = request.sampling
+    for name, of_field in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        for token_id in of_field:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(name, f"{name}: {token_id} is no token id; allowed are 0 to {vocab_size - 1}")
+    return len(ids)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from anaphora.cache.events import Event
-    from anaphora.engine.loop import Engine, EngineStats
+    from anaphora.engine.loop import Engine
     from anaphora.engine.observer import EngineObserver
     from anaphora.engine.request import Request
+    from anaphora.engine.stats import EngineStats
 
 _logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ class WeightedRandomPicker:
     max_num_of_endpoints: int = 1
 
     def pick(self, totals: Mapping[str, float], rng: random.Random) -> list[str]:
-        """See Picker. The largest of U^(1/score) each (Efraimidis and Spirakis, algorithm A-Res)."""
+        """See Picker. The largest of U^(1/score) each (algorithm A-Res)."""
         names = list(totals)
         rng.shuffle(names)
         keys = {name: rng.random() ** (1 / score) if (score := totals[name]) > 0 else 0.0 for name in names}

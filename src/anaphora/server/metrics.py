@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from anaphora.cache.manager import KVCacheManager
-    from anaphora.engine.loop import EngineStats
     from anaphora.engine.request import Delta, FinishReason
+    from anaphora.engine.stats import EngineStats
     from anaphora.server.kv_events import KvEvents
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

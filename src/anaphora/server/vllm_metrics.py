@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
     from anaphora.cache.manager import KVCacheManager
-    from anaphora.engine.loop import EngineStats
+    from anaphora.engine.stats import EngineStats
 
 _LABELS = ("model_name", "engine")
 
