@@ -6,22 +6,20 @@ import gc
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.json_process import JsonProcess
 
 from .workload import Prompts, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Contestant(ABC):
@@ -115,53 +113,21 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-class Process:
+class Process(JsonProcess):
     """The driver's end of a contestant's process. Raises RuntimeError if it dies."""
 
     def __init__(self, python: str, module: str, contestant: str) -> None:
-        self.contestant = contestant
-        self._log = TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [python, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            cwd=REPOSITORY,
-            text=True,
-        )
+        super().__init__(contestant, python, module)
         self.version = ""
 
     def connect(self) -> None:
         """Wait until it has imported what it needs."""
-        self.version = self._receive()["version"]
+        self.version = self.receive()["version"]
 
     def set_up(self, scenario: Scenario) -> dict[str, Any]:
         """Make a manager and fill its pool."""
-        return self._ask(do="set_up", contestant=self.contestant, scenario=asdict(scenario))
+        return self.ask(do="set_up", contestant=self.name, scenario=asdict(scenario))
 
     def round(self, num_requests: int) -> dict[str, Any]:
         """Serve requests and measure."""
-        return self._ask(do="round", num_requests=num_requests)
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._log.close()
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            self._log.seek(0)
-            raise RuntimeError(f"{self.contestant}: its process ended with {status}: {self._log.read()[-2000:]}")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return self.ask(do="round", num_requests=num_requests)

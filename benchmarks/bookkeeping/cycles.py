@@ -77,14 +77,14 @@ def connect(vllm_python: str | None, sglang_python: str | None) -> list[Process]
 def measure(processes: Sequence[Process], scenario: Scenario, num_rounds: int) -> list[Cycle]:
     """Fill every pool, then let the contestants take turns."""
     # SGLang's trees do nothing while a request decodes.
-    taking_part = [p for p in processes if not (scenario.num_decode_tokens and p.contestant in SGLANG)]
-    resident = {p.contestant: p.set_up(scenario)["resident_bytes"] for p in taking_part}
+    taking_part = [p for p in processes if not (scenario.num_decode_tokens and p.name in SGLANG)]
+    resident = {p.name: p.set_up(scenario)["resident_bytes"] for p in taking_part}
     most = max(2, MAX_ROUND_BYTES // (scenario.num_tokens * TOKEN_BYTES))
-    sizes = {p.contestant: max(1, min(most, int(ROUND_US / p.round(2)["us"]))) for p in taking_part}
-    rounds: dict[str, list[dict[str, float]]] = {p.contestant: [] for p in taking_part}
+    sizes = {p.name: max(1, min(most, int(ROUND_US / p.round(2)["us"]))) for p in taking_part}
+    rounds: dict[str, list[dict[str, float]]] = {p.name: [] for p in taking_part}
     for _ in range(num_rounds):
         for process in taking_part:
-            rounds[process.contestant].append(process.round(sizes[process.contestant]))
+            rounds[process.name].append(process.round(sizes[process.name]))
     return [
         Cycle(
             name,
