@@ -41,6 +41,17 @@ def longest_part(rest: bytes | bytearray, blocks: Iterable[tuple[bytes, int]], u
     return best, most // TOKEN_BYTES
 
 
+def find_part(index: PrefixIndex, sequence: Sequence, hit: Hit, block_size: int, match_unit: int) -> tuple[int, int]:
+    """Return the cached block that goes on where a sequence's hit ends, and for how many tokens, a multiple of
+    `match_unit`; (0, 0) if there is none. At least one token is left to compute."""
+    if not sequence.read_cache or sequence.recomputes_last_block:
+        return 0, 0
+    num_hit = hit.num_blocks * block_size
+    size = min(sequence.num_tokens - 1 - num_hit, block_size) * TOKEN_BYTES
+    tokens = sequence.tokens[num_hit * TOKEN_BYTES :][:size]
+    return longest_part(tokens, index.continuations(sequence, hit), match_unit)
+
+
 class Hit(NamedTuple):
     """A prefix that was found. `num_unpinned` of the blocks that hold it are held by nobody, so pinning them takes them
     away from what can be handed out. Full-attention layers alone could be served `num_full` blocks."""

@@ -18,7 +18,7 @@ from anaphora.cache.events import require_names
 from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
-from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, longest_part, require
+from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, find_part, require
 from anaphora.cache.options import check_options
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.residency import Residency, ResidencyStats
@@ -187,7 +187,7 @@ class KVCacheManager:
         if copies:
             self._copies.copy_tails(sequence, copies)
         if missing > 0:
-            self._extend(sequence, missing)
+            sequence.extend_tables(index.take(missing))
         return True
 
     def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -197,11 +197,11 @@ class KVCacheManager:
         if self._retained.active:
             self._retained.expire()
         hit: Hit = sequence.hit if sequence.hit_version == index.version else self._find(sequence)
+        block_size = self.block_size
         part_of = num_part_tokens = 0
         if self._hits_parts:
-            part_of, num_part_tokens = self._find_part(sequence, hit)
+            part_of, num_part_tokens = find_part(index, sequence, hit, block_size, self.match_unit)
         num_hit_blocks = hit.num_blocks
-        block_size = self.block_size
         missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups
         if missing > index.num_available - hit.num_unpinned:
             if not self._retained.give_way(missing, hit):
@@ -210,7 +210,7 @@ class KVCacheManager:
         sequence.open_tables(self._num_groups)
         index.pin(sequence, hit)
         if missing:
-            self._extend(sequence, missing)
+            sequence.extend_tables(index.take(missing))
         sequence.part_of = part_of
         if part_of:
             self._copies.add(part_of, sequence.block_table[num_hit_blocks])
@@ -276,18 +276,12 @@ class KVCacheManager:
 
     def finish(self, sequence: Sequence) -> None:
         """Give back its blocks; what was committed stays cached. Does nothing to a finished sequence."""
-        if sequence.manager is not self:
-            raise _foreign()
-        if sequence.state != "finished":
-            self._end(sequence)
+        if self._end(sequence):
             self._stats.finished += 1
 
     def abort(self, sequence: Sequence) -> None:
         """The same as `finish`, in any state, counted as aborted."""
-        if sequence.manager is not self:
-            raise _foreign()
-        if sequence.state != "finished":
-            self._end(sequence)
+        if self._end(sequence):
             self._stats.aborted += 1
 
     def preempt(self, sequence: Sequence) -> None:
@@ -328,8 +322,6 @@ class KVCacheManager:
         first: if nothing else can give them room, retained prefixes give way, lowest priority first, then those renewed
         longest ago.
         """
-        if priority.__class__ is not int:
-            raise ValueError(f"priority: expected an integer, got {priority!r}")
         return self._retained.add(self.start(token_ids, namespace, media=media), self.block_size, priority, ttl_s)
 
     # -- questions -------------------------------------------------------------------------------------------------
@@ -347,7 +339,9 @@ class KVCacheManager:
             raise _foreign()
         hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self._find(sequence)
         num_tokens = hit.num_blocks * self.block_size
-        return num_tokens + self._find_part(sequence, hit)[1] if self._hits_parts else num_tokens
+        if self._hits_parts:
+            num_tokens += find_part(self._index, sequence, hit, self.block_size, self.match_unit)[1]
+        return num_tokens
 
     def explain(
         self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
@@ -455,8 +449,7 @@ class KVCacheManager:
         self._retained.release_those_with(blocks)
         if not self._index.keeps_orphans:
             for sequence in self._index.holders:
-                tables = sequence.block_tables
-                if sequence.part_of in blocks or any(not blocks.isdisjoint(table) for table in tables):
+                if sequence.part_of in blocks or sequence.holds_any(blocks):
                     sequence.publishes = False
         self._index.forget(blocks)
 
@@ -488,32 +481,16 @@ class KVCacheManager:
         sequence.hit_version = index.version
         return hit
 
-    def _find_part(self, sequence: Sequence, hit: Hit) -> tuple[int, int]:
-        """The block that goes on where the hit ends, and for how many tokens; (0, 0) if there is none."""
-        if not sequence.read_cache or sequence.recomputes_last_block:
-            return 0, 0
-        rest = sequence.num_tokens - 1 - hit.num_blocks * self.block_size
-        size = min(rest, self.block_size) * TOKEN_BYTES
-        tokens = sequence.tokens[hit.num_blocks * self.block_size * TOKEN_BYTES :][:size]
-        return longest_part(tokens, self._index.continuations(sequence, hit), self.match_unit)
-
-    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Append newly taken blocks to the tables, the same number to each."""
-        blocks = self._index.take(num_blocks)
-        tables = sequence.block_tables
-        share = num_blocks // self._num_groups
-        for group, table in enumerate(tables):
-            part = blocks if share == num_blocks else blocks[group * share : (group + 1) * share]
-            try:
-                table.extend(part)
-            except BufferError:  # someone still looks at the old buffer; leave it to them
-                tables[group] = table + part
-        sequence.block_table = tables[0]
-
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> bool:
+        """Whether it had not ended before."""
+        if sequence.manager is not self:
+            raise _foreign()
+        if sequence.state == "finished":
+            return False
         if sequence.state == "running":
             self._give_back(sequence)
         sequence.state = "finished"
+        return True
 
     def _give_back(self, sequence: Sequence) -> None:
         self._index.release(sequence)

@@ -84,6 +84,8 @@ class RetentionBook:
 
     def add(self, holder: Sequence, block_size: int, priority: int, ttl_s: float | None) -> Retention:
         """Keep what is cached of the holder's tokens, as much of it as fits the share."""
+        if priority.__class__ is not int:
+            raise ValueError(f"priority: expected an integer, got {priority!r}")
         expires_at = self._expiry(ttl_s)
         self.expire()
         hit = self._index.find(holder, holder.num_tokens // block_size)
@@ -150,7 +152,7 @@ class RetentionBook:
     def release_those_with(self, blocks: set[int]) -> None:
         """Let go every prefix that has one of these blocks in it."""
         for retention in list(self.active):
-            if any(not blocks.isdisjoint(table) for table in retention._holder.block_tables):
+            if retention._holder.holds_any(blocks):
                 self.release(retention)
 
     def expire(self) -> None:

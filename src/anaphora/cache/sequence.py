@@ -113,6 +113,22 @@ class Sequence:
         if num_groups > 1:
             self.block_tables += [array("i") for _ in range(1, num_groups)]
 
+    def extend_tables(self, blocks: array[int]) -> None:
+        """Append newly taken blocks to the tables, the same number to each."""
+        tables = self.block_tables
+        share = len(blocks) // len(tables)
+        for group, table in enumerate(tables):
+            part = blocks if share == len(blocks) else blocks[group * share : (group + 1) * share]
+            try:
+                table.extend(part)
+            except BufferError:  # someone still looks at the old buffer; leave it to them
+                tables[group] = table + part
+        self.block_table = tables[0]
+
+    def holds_any(self, blocks: set[int]) -> bool:
+        """Whether one of these blocks is in a table."""
+        return any(not blocks.isdisjoint(table) for table in self.block_tables)
+
     def label(self, position: int, width: int) -> Label:
         """Return what tells the block at a position, of `width` bytes of tokens, from others in its place."""
         tokens = bytes(self.tokens[position * width : (position + 1) * width])
