@@ -326,15 +326,15 @@ class TestEviction:
 class TestQuotas:
     ALICE, BOB = Namespace(salt="alice"), Namespace(salt="bob")
 
-    def test_a_namespace_keeps_no_more_than_its_quota_when_nobody_holds_it(self):
-        manager = KVCacheManager(16, 4)
+    def test_a_namespace_keeps_no_more_than_its_quota_when_nobody_holds_it(self, make):
+        manager = make(16, 4)
         manager.set_quota(self.ALICE, 3)
         run(manager, tokens(1, 21), self.ALICE)
         assert manager.match(tokens(1, 21), self.ALICE) == 12
         assert manager.num_cached_blocks == 3
 
-    def test_one_tenant_cannot_flush_another(self):
-        manager = KVCacheManager(16, 4)
+    def test_one_tenant_cannot_flush_another(self, make):
+        manager = make(16, 4)
         manager.set_quota(self.ALICE, 4)
         run(manager, tokens(1, 9), self.ALICE)
         run(manager, tokens(1, 9), self.BOB)
@@ -346,16 +346,16 @@ class TestQuotas:
             run(manager, tokens(first, first + 16), self.BOB)
         assert manager.match(tokens(380, 388), self.ALICE) == 8
 
-    def test_a_running_sequence_may_go_beyond_the_quota(self):
-        manager = KVCacheManager(16, 4)
+    def test_a_running_sequence_may_go_beyond_the_quota(self, make):
+        manager = make(16, 4)
         manager.set_quota(self.ALICE, 1)
         sequence = admit(manager, tokens(1, 33), self.ALICE)
         assert manager.match(tokens(1, 33), self.ALICE) == 32
         manager.finish(sequence)
         assert manager.match(tokens(1, 33), self.ALICE) == 4
 
-    def test_a_quota_can_be_changed_and_lifted_at_any_time(self):
-        manager = KVCacheManager(16, 4)
+    def test_a_quota_can_be_changed_and_lifted_at_any_time(self, make):
+        manager = make(16, 4)
         run(manager, tokens(1, 21), self.ALICE)
         manager.set_quota(self.ALICE, 2)
         manager.check()
@@ -365,12 +365,45 @@ class TestQuotas:
         manager.check()
         assert manager.match(tokens(1, 21), self.ALICE) == 20
 
+    def test_lifting_a_quota_loses_nothing_that_is_cached(self, make):
+        manager = make(16, 4)
+        manager.set_quota(self.ALICE, 3)
+        run(manager, tokens(1, 13), self.ALICE)
+        manager.set_quota(self.ALICE, None)
+        manager.check()
+        assert manager.match(tokens(1, 13), self.ALICE) == 12
+        run(manager, tokens(100, 163), self.BOB)
+        assert manager.match(tokens(1, 13), self.ALICE) == 0
+
+    def test_what_a_quota_keeps_makes_room_when_nothing_else_can(self, make):
+        manager = make(8, 4)
+        manager.set_quota(self.ALICE, 4)
+        manager.set_quota(self.BOB, 4)
+        run(manager, tokens(1, 13), self.ALICE)
+        run(manager, tokens(1, 17), self.BOB)
+        sequence = admit(manager, tokens(50, 75))
+        manager.check()
+        assert len(sequence.block_table) == 7
+        assert manager.match(tokens(1, 17), self.BOB) + manager.match(tokens(1, 13), self.ALICE) <= 4
+
+    def test_a_quota_outlives_a_reset_and_what_is_forgotten(self, make):
+        manager = make(16, 4)
+        manager.set_quota(self.ALICE, 2)
+        run(manager, tokens(1, 13), self.ALICE)
+        manager.evict_blocks(range(1, 17))
+        manager.check()
+        assert manager.num_free_blocks == 16
+        run(manager, tokens(1, 13), self.ALICE)
+        assert manager.reset()
+        manager.check()
+        assert manager.num_free_blocks == 16
+        run(manager, tokens(1, 13), self.ALICE)
+        assert manager.match(tokens(1, 13), self.ALICE) == 8
+
     def test_what_is_not_to_be_had_is_refused_by_name(self):
         for max_blocks in (-1, 2.5, float("nan"), "many", True):
             with pytest.raises(ValueError, match="max_blocks"):
                 KVCacheManager(4).set_quota(self.ALICE, max_blocks)
-        with pytest.raises(ValueError, match="quotas need index='radix'"):
-            KVCacheManager(4, index="hash").set_quota(self.ALICE, 1)
         with pytest.raises(ValueError, match=r"windows: .* need index='hash'"):
             KVCacheManager(4, index="radix", windows=(None, 8))
         with pytest.raises(ValueError, match="index: expected 'radix' or 'hash'"):

@@ -297,6 +297,10 @@ class AdaptiveQuotaMachine(QuotaMachine, AdaptiveMachine):
     pass
 
 
+class HashQuotaMachine(QuotaMachine, HashMachine):
+    pass
+
+
 class WindowMachine(HashMachine):
     windows = (4,)
 
@@ -304,6 +308,10 @@ class WindowMachine(HashMachine):
 class HybridMachine(HashMachine):
     num_blocks = 16
     windows = (None, 3, 6)
+
+
+class HybridQuotaMachine(QuotaMachine, HybridMachine):
+    pass
 
 
 class SparseHybridMachine(HybridMachine):
@@ -342,6 +350,8 @@ MACHINES = (
     TinyAdaptiveMachine,
     AdaptiveQuotaMachine,
     QuotaMachine,
+    HashQuotaMachine,
+    HybridQuotaMachine,
     FineMachine,
     FineHashMachine,
     WindowMachine,

@@ -18,6 +18,7 @@ from anaphora.cache.eviction import Lru
 from anaphora.cache.index import NO_HIT, Hit, require
 from anaphora.cache.named_blocks import NamedBlocks
 from anaphora.cache.pool import FreeQueue
+from anaphora.cache.quota_lanes import QuotaLanes
 from anaphora.cache.run import Run
 from anaphora.cache.run_trie import RunTrie
 from anaphora.identity import extra_keys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.quota_lanes import QuotaLane
     from anaphora.cache.residency import Residency
     from anaphora.cache.sequence import Sequence
     from anaphora.cache.windows import Windows
@@ -78,6 +80,7 @@ class HashIndex:
         self._trie = RunTrie(block_size, windows.num_groups, digests)
         self._named = NamedBlocks(num_blocks, self._trie, events, windows, residency)
         self._free = FreeQueue(num_blocks)
+        self._lanes = QuotaLanes()
         self._num_holders = [0] * (num_blocks + 1)
         self._num_named_free = 0
         self.holders: dict[Sequence, None] = {}
@@ -86,12 +89,12 @@ class HashIndex:
 
     @property
     def num_available(self) -> int:
-        """Length of the free queue: blank blocks, and cached ones that nobody holds."""
-        return len(self._free)
+        """Blocks that nobody holds: blank ones, and cached ones."""
+        return len(self._free) + len(self._lanes) if self._lanes else len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Named blocks in the free queue."""
+        """Named blocks that nobody holds."""
         return self._num_named_free
 
     def room(self, hit: Hit, without: Iterable[Sequence]) -> int:
@@ -174,7 +177,7 @@ class HashIndex:
                 num_holders[block] += 1
         idle = hit.where.idle
         if idle:
-            self._free.remove(idle)
+            (self._lanes.get(sequence.namespace) or self._free).remove(idle)
             self._num_named_free -= len(idle)
             if self._residency is not None:
                 for block in idle:
@@ -187,11 +190,11 @@ class HashIndex:
         self.version += 1
         del self.holders[sequence]
         for table in sequence.block_tables:
-            self._let_go(table)
+            self._let_go(sequence.namespace, table)
         self._trie.leave(*sequence.index_state)
         sequence.index_state = None
 
-    def _let_go(self, blocks: array[int]) -> None:
+    def _let_go(self, namespace: Namespace, blocks: array[int]) -> None:
         named: list[int] = []
         blank: list[int] = []
         num_holders, runs = self._num_holders, self._named.runs
@@ -204,11 +207,14 @@ class HashIndex:
                 num_holders[block] = rest
         if blank:
             self._free.prepend(array("i", blank))
-        self._free.append(array("i", named))
+        lane = self._lanes.get(namespace)
+        (lane or self._free).append(array("i", named))
         if self._residency is not None:
             for block in named:
                 self._residency.let_go(block)
         self._num_named_free += len(named)
+        if lane is not None:
+            self._evict_excess(lane)
 
     def count_use(self, sequence: Sequence) -> None:
         """Nothing to do: recency is all that counts."""
@@ -227,22 +233,35 @@ class HashIndex:
             table = sequence.block_tables[group]
             if any(table[:first]):
                 self.version += 1
-                self._let_go(table[:first])
+                self._let_go(sequence.namespace, table[:first])
                 table[:first] = array("i", [0] * first)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def take(self, num_blocks: int) -> array[int]:
-        """The first blocks of the queue; those with a name lose it."""
+        """The first blocks of the queue, then those that quotas keep; those with a name lose it."""
         self.version += 1
-        blocks = self._free.take(num_blocks)
+        num_shared = min(num_blocks, len(self._free)) if self._lanes else num_blocks
+        blocks = self._free.take(num_shared)
+        if num_shared < num_blocks:
+            blocks += self._lanes.take(num_blocks - num_shared)
         num_holders = self._num_holders
         for block in blocks:
             num_holders[block] = 1
+        self._evict(blocks)
+        return blocks
+
+    def _evict(self, blocks: array[int]) -> None:
+        """Take their names from blocks that left the queue, or a lane."""
         num_evicted = self._named.evict(blocks)
         self._num_named_free -= num_evicted
         self.num_evicted_blocks += num_evicted
-        return blocks
+
+    def _evict_excess(self, lane: QuotaLane) -> None:
+        excess = lane.take_excess()
+        if excess:
+            self._evict(excess)
+            self._free.prepend(excess)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -348,11 +367,13 @@ class HashIndex:
         self._num_holders[block] -= 1
 
     def forget(self, blocks: Set[int] | None) -> None:
-        """Names go; the queue and the counts stay as they are. With the last copy of a prefix goes what extends it."""
+        """Names go; the queue and the counts of holders stay. With the last copy of a prefix goes what extends it."""
         self.version += 1
         chosen = range(1, self._num_blocks + 1) if blocks is None else sorted(blocks)
         gone, lost = self._named.forget(chosen, self.keeps_orphans)
         self._num_named_free -= sum(not self._num_holders[block] for block in gone)
+        if self._lanes:
+            self._free.prepend(self._lanes.remove_if_here(gone))
         for sequence in self.holders:
             run, position = sequence.index_state
             if run in lost and position > lost[run]:
@@ -361,12 +382,25 @@ class HashIndex:
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
-        """Not to be had: vLLM's free queue is one for all."""
-        raise ValueError("max_blocks: quotas need index='radix'")
+        """Keep a namespace's free blocks in a lane of their own. vLLM has one queue for all."""
+        self.version += 1
+        if max_blocks is None:
+            self._free.append(self._lanes.close(namespace))
+            return
+        is_new = self._lanes.get(namespace) is None
+        lane = self._lanes.open(namespace, max_blocks)
+        root = self._trie.roots.get(namespace)
+        if is_new and root is not None:
+            runs = self._named.runs
+            own = [block for block in self._free if (run := runs[block]) is not None and run.root is root]
+            self._free.remove(own)
+            lane.append(own)
+        self._evict_excess(lane)
 
     def clear(self) -> None:
-        """Forget every name; the order of the queue stays."""
+        """Forget every name; the order of the queue, and the quotas, stay."""
         self.version += 1
+        self._free.prepend(self._lanes.clear())
         self._named.clear()
         self._num_named_free = 0
 
@@ -385,7 +419,12 @@ class HashIndex:
                 num_holders[block] += 1
         require(num_holders == self._num_holders, "the counts of holders are wrong")
         self._free.check()
+        self._lanes.check()
         free = set(self._free)
+        lanes = set(self._lanes)
+        require(not free & lanes, "a block stands in the queue and in a lane")
+        require(all(self._named.runs[b] is not None for b in lanes), "a block without a name stands in a lane")
+        free |= lanes
         require(free == {b for b in range(1, self._num_blocks + 1) if not num_holders[b]}, "free is not unheld")
         require(
             sum(self._named.runs[b] is not None for b in free) == self._num_named_free, "the count of cached blocks"

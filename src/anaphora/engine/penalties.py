@@ -20,7 +20,7 @@ class Penalties:
 
     1. logit_bias: the bias is added.
     2. repetition_penalty r, for each token of prompt or output: a positive logit is divided by r, another multiplied
-       (Keskar et al., 2019, section 4.1).
+       (CTRL, arXiv 1909.05858, section 4.1).
     3. frequency_penalty: subtracted once for each time that the token is in the output.
     4. presence_penalty: subtracted if it is in the output at all. These two are OpenAI's.
 

@@ -333,7 +333,7 @@ class _Sequence:
 
 
 def _rotate(heads: Array, cosines: Array, sines: Array) -> Array:
-    """Turn heads [n, heads, head_dim] by their positions' angles [n, 1, head_dim / 2] (RoPE, Su et al. 2021)."""
+    """Turn heads [n, heads, head_dim] by their positions' angles [n, 1, head_dim / 2] (RoPE, arXiv 2104.09864)."""
     half = heads.shape[-1] // 2
     left, right = heads[..., :half], heads[..., half:]
     return np.concatenate([left * cosines - right * sines, right * cosines + left * sines], axis=-1)

@@ -61,7 +61,8 @@ class Sampler:
     """Draws the tokens of one request, each once and in the order of their positions.
 
     seed: any integer, taken modulo 2**128. Output token i is drawn with the first 53 of the random bits that the
-    counter-based generator Philox4x64-10 (Salmon et al., 2011) gives at key `seed` and counter i + 1.
+    counter-based generator Philox4x64-10 ("Parallel random numbers: as easy as 1, 2, 3", SC 2011) gives at key `seed`
+    and counter i + 1.
     prompt: packed int32 ids, which the repetition penalty counts.
     constraint: allows some tokens only, and says when the output is whole; None allows all.
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters (arXiv 2106.09685) in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 

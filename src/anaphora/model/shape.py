@@ -22,7 +22,7 @@ MAX_CONTEXT = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
-    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
 
     factor: float
     kind: Literal["linear"] = "linear"

@@ -16,7 +16,7 @@ class DepthFirstOrder:
     next, the branch with the most requests before its neighbours.
 
     Of requests that wait together this gives the best hit rate that any order can, if the cache holds the longest of
-    them (Zheng et al., "SGLang", 2024, theorem 3.1): each shared token is computed once, while those that share it
+    them (SGLang, arXiv 2312.07104, theorem 3.1): each shared token is computed once, while those that share it
     follow one another. It asks the cache nothing. New arrivals join the branch that is being worked off, so who
     waits in another may starve.
     """

@@ -6,11 +6,11 @@ first. So only requests of its own round that came later overtake a request: few
 `max_overtakes`, or `share` of those that wait where that is more. A longer queue makes longer rounds, as it takes more
 requests to have several of each prefix among them.
 
-**Credit** keeps namespaces from crowding each other out (deficit round robin, as in Cao et al., "Locality-aware fair
-scheduling in LLM serving", 2025): a namespace pays for what it makes the engine compute, prompt tokens that were not
-cached and output tokens. Who has used up its credit stands back in the round until all others have, then everyone gets
-`quantum` tokens more. And who has credit and nothing else waiting need not queue behind the rounds of others: it joins
-the one that is being served, unless that has made somebody wait for `max_overtakes` requests already.
+**Credit** keeps namespaces from crowding each other out (deficit round robin, as in "Locality-aware fair
+scheduling in LLM serving", arXiv 2501.14312): a namespace pays for what it makes the engine compute, prompt tokens that
+were not cached and output tokens. Who has used up its credit stands back in the round until all others have, then
+everyone gets `quantum` tokens more. And who has credit and nothing else waiting need not queue behind the rounds of
+others: it joins the one that is being served, unless that has made somebody wait for `max_overtakes` requests already.
 
 So fewer than `max_overtakes` + max(`max_overtakes`, `share` * waiting) later requests are admitted before any; within
 one namespace, the second term alone.
