@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from anaphora.lab.commands import add_commands
+from anaphora.lab.commands.load import add_load, run_load_command
 from anaphora.router.command import add_route
 from anaphora.version import __version__
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model over OpenAI's API"))
     add_route(commands.add_parser("route", help="send requests to the replica that has their prefix"))
-    _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth"))
+    _add_bench(commands.add_parser("bench", help="measure what a cached prefix is worth, or send a trace to a server"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the virtual executor"))
     add_commands(commands)
     return parser
@@ -122,6 +123,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="cold runs a length (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_load(parser)
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -234,6 +236,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.log is not None:
+        return run_load_command(args)
     from anaphora.server.bench import Plan
 
     plan = Plan(prefix_tokens=tuple(args.prefix_tokens), suffix_tokens=args.suffix_tokens, repeats=args.repeats)

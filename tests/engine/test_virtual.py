@@ -70,6 +70,13 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
     assert (a.first_token_s, b.first_token_s, b.ttft_s) == (1.0, 3.0, 2.6)
 
 
+def test_a_client_that_waits_for_its_answer_sends_the_next_request_then() -> None:
+    engine, clock = virtual_engine()
+    arrivals = [Arrival(0.0, request(name, [n], max_tokens=2)) for n, name in enumerate("abc", 1)]
+    a, b, c = replay(engine, clock, arrivals, concurrency=1)
+    assert [(each.arrived_s, each.ttft_s, each.finished_s) for each in (a, b, c)] == [(0, 1, 2), (2, 1, 4), (4, 1, 6)]
+
+
 def test_arrivals_that_go_back_in_time_are_refused() -> None:
     engine, clock = virtual_engine()
     with pytest.raises(ValueError, match="arrivals: 'b' comes before the one ahead of it"):

@@ -67,11 +67,15 @@ class Served:
         return self.first_token_s - self.arrived_s
 
 
-def replay(engine: Engine, clock: Clock, arrivals: Iterable[Arrival]) -> list[Served]:
+def replay(
+    engine: Engine, clock: Clock, arrivals: Iterable[Arrival], *, concurrency: int | None = None
+) -> list[Served]:
     """Submit each request at its time and step the engine until all have ended; return their records in order.
 
     A request arrives between two steps at the earliest, as it does in a server; its wait counts from its own time.
     arrivals: in order of time.
+    concurrency: clients, each of which sends nothing while it waits for an answer: a request whose time has come
+        arrives when one of them is free. None: nobody waits for anybody.
 
     Raises:
         RequestError: the engine can never serve one of them.
@@ -81,14 +85,17 @@ def replay(engine: Engine, clock: Clock, arrivals: Iterable[Arrival]) -> list[Se
     records: dict[str, Served] = {}
     upcoming = iter(arrivals)
     following = next(upcoming, None)
+    num_free = concurrency or 0
+    freed_s = 0.0
     while following is not None or engine.has_work:
         if following is not None and not engine.has_work:
             clock.wait_until(origin + following.time_s)
         now = clock() - origin
-        while following is not None and following.time_s <= now:
+        while following is not None and following.time_s <= now and (concurrency is None or num_free):
             request = following.request
             engine.submit(request)
-            records[request.request_id] = Served(request.request_id, following.time_s)
+            num_free -= 1
+            records[request.request_id] = Served(request.request_id, max(following.time_s, freed_s))
             before, following = following.time_s, next(upcoming, None)
             if following is not None and following.time_s < before:
                 raise ValueError(f"arrivals: {following.request.request_id!r} comes before the one ahead of it")
@@ -101,6 +108,8 @@ def replay(engine: Engine, clock: Clock, arrivals: Iterable[Arrival]) -> list[Se
                 record.num_prompt_tokens = delta.num_prompt_tokens
                 record.num_cached_tokens = delta.num_cached_tokens
             if delta.finish_reason is not None:
+                num_free += 1
+                freed_s = 0.0 if concurrency is None else now
                 record.finished_s = now
                 record.num_output_tokens = delta.num_output_tokens
                 record.finish_reason = delta.finish_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from html import escape
 from math import ceil, log10
@@ -47,6 +48,21 @@ def draw(panels: Sequence[Panel]) -> str:
     """One SVG with the panels side by side. Each line is named at its right end."""
     body = "".join(f'<g transform="translate({n * WIDTH} 0)">{_panel(panel)}</g>' for n, panel in enumerate(panels))
     return _svg(WIDTH * len(panels), HEIGHT, body)
+
+
+def draw_distribution(title: str, samples: Mapping[str, Sequence[float]], x_label: str) -> str | None:
+    """One SVG: the share of each group of samples that is at most so large. None where nothing is above 0."""
+    every = [value for values in samples.values() for value in values if value > 0]
+    if not every:
+        return None
+    low, high = min(every), max(every)
+    xs = [low * (high / low) ** (n / 60) for n in range(61)] if high > low else [low]
+    lines = {}
+    for name, values in samples.items():
+        ordered = sorted(values)
+        if ordered:
+            lines[name] = [bisect_right(ordered, x * (1 + 1e-9)) / len(ordered) for x in xs]
+    return draw([Panel(title, xs, lines, x_label)])
 
 
 def draw_waterfall(title: str, steps: Sequence[Step], unit: str) -> str:

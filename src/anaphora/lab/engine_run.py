@@ -15,7 +15,7 @@ from anaphora.engine.loop import Engine
 from anaphora.engine.replay import Arrival, Served, replay
 from anaphora.engine.request import Request, SamplingParams
 from anaphora.engine.virtual import VirtualClock, VirtualExecutor, scripted_sampler
-from anaphora.lab.charts import Panel, draw
+from anaphora.lab.charts import draw_distribution
 from anaphora.lab.page import Table, percent
 from anaphora.tokens import MAX_TOKEN_ID
 
@@ -199,16 +199,8 @@ def engine_table(outcomes: Sequence[EngineOutcome]) -> Table:
 
 def ttft_picture(outcomes: Sequence[EngineOutcome]) -> str | None:
     """The share of requests whose first token came within a time, a line for each run."""
-    times = [time_s for outcome in outcomes for time_s in outcome.ttft_s if time_s > 0]
-    if not times:
-        return None
-    low, high = min(times), max(times)
-    xs = [low * (high / low) ** (n / 60) for n in range(61)] if high > low else [low]
-    lines = {}
-    for outcome in outcomes:
-        ordered = np.sort(np.asarray(outcome.ttft_s))
-        name = (
-            f"{outcome.setting.capacity_blocks:,} {outcome.setting.policy}" if outcome.setting.has_cache else "no cache"
-        )
-        lines[name] = [float(np.searchsorted(ordered, x * (1 + 1e-9), "right")) / len(ordered) for x in xs]
-    return draw([Panel("time to first token", xs, lines, "seconds; share of requests served within")])
+    samples = {
+        f"{o.setting.capacity_blocks:,} {o.setting.policy}" if o.setting.has_cache else "no cache": o.ttft_s
+        for o in outcomes
+    }
+    return draw_distribution("time to first token", samples, "seconds; share of requests served within")
