@@ -151,13 +151,112 @@ def test_fallbacks_are_named_in_order_where_asked_for(two: Any) -> None:
 
 
 def test_the_conformance_header_names_an_endpoint_and_only_a_known_one(two: Any) -> None:
-    _, b, router, address = two
-    name = b.url.removeprefix("http://")
-    for _ in range(3):
-        wish = headers(test_epp_endpoint_selection=name)
-        assert destination_of(ask(address, wish, body())[0]) == name
-    evil = headers(test_epp_endpoint_selection="169.254.169.254:80")
-    assert destination_of(ask(address, evil, body())[0]) in router.replicas()
+    a, b, router, address = two
+    with picking(a.url, b.url, is_conformance_test=True) as (_, tested):
+        for server in (a, b) * 2:
+            name = server.url.removeprefix("http://")
+            wish = headers(test_epp_endpoint_selection=f"10.0.0.1:1, {name}")
+            assert destination_of(ask(tested, wish, body())[0]) == name
+        evil = headers(test_epp_endpoint_selection="169.254.169.254:80")
+        assert destination_of(ask(tested, evil, body())[0]) in router.replicas()
+        assert destination_of(ask(tested, headers(test_epp_endpoint_selection="127.0.0.1"), body())[0])
+    one, other = (server.url.removeprefix("http://") for server in (a, b))
+    wish = headers(subset=[one], test_epp_endpoint_selection=other)
+    assert destination_of(ask(address, wish, body())[0]) == one, "in production nobody steers"
+
+
+def response_headers(metadata: dict[str, Any] | None = None, upstream: str | None = None) -> pb.ProcessingRequest:
+    message = pb.ProcessingRequest()
+    message.response_headers.headers.headers.append(base_pb2.HeaderValue(key=":status", raw_value=b"200"))
+    message.response_headers.end_of_stream = True
+    if metadata is not None:
+        message.metadata_context.filter_metadata["envoy.lb"].update(metadata)
+    if upstream is not None:
+        message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": upstream})
+    return message
+
+
+@pytest.mark.parametrize(
+    ("given", "served"),
+    [
+        ({"metadata": {f"{DESTINATION}-served": "10.0.0.1:8000"}}, "10.0.0.1:8000"),
+        ({"upstream": "10.0.0.2:8000"}, "10.0.0.2:8000"),
+        ({}, "fail: missing destination endpoint served metadata"),
+    ],
+)
+def test_conformance_reports_what_the_gateway_says_served(given: dict[str, Any], served: str) -> None:
+    with serving_fake() as a, picking(a.url, is_conformance_test=True) as (_, address):
+        *_, answer = ask(address, headers(), body(), response_headers(**given))
+        set_headers = answer.response_headers.response.header_mutation.set_headers
+        told = {h.header.key: h.header.raw_value.decode() for h in set_headers}
+        selected = a.url.removeprefix("http://")
+        assert told == {
+            "x-conformance-test-served-endpoint": served,
+            "x-conformance-test-selected-endpoint": selected,
+        }
+
+
+def test_without_conformance_the_answer_is_left_alone(two: Any) -> None:
+    *_, address = two
+    *_, answer = ask(address, headers(), body(), response_headers(upstream="10.0.0.1:1"))
+    assert not answer.response_headers.response.header_mutation.set_headers
+
+
+OBJECTIVES = """
+apiVersion: llm-d.ai/v1alpha2
+kind: InferenceObjective
+metadata: {name: batch}
+spec: {poolRef: {name: llama}, priority: -1}
+---
+apiVersion: llm-d.ai/v1alpha2
+kind: InferenceModelRewrite
+metadata: {name: alias}
+spec:
+  poolRef: {name: llama}
+  rules:
+  - matches: [{model: {value: chat}}]
+    targets: [{modelRewrite: alphabet}]
+"""
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+def test_a_rewritten_model_is_in_the_body_that_goes_on(mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "resources.yaml"
+    file.write_text(OBJECTIVES)
+    given = b'{"model": "chat", "prompt": "abc", "temperature": 1.0e0, "seed": 123456789012345678901234567890}'
+    wanted = b'{"model":"alphabet","prompt":"abc","temperature":1.0e0,"seed":123456789012345678901234567890}'
+    with serving_fake() as a, picking(a.url, resources_file=file) as (router, address):
+        answers = ask(address, headers(mode), body(given))
+        if mode == DUPLEX:
+            parts = [r.request_body.response.body_mutation.streamed_response.body for r in answers[1:]]
+            assert b"".join(parts) == wanted
+            common = answers[0].request_headers.response
+        else:
+            common = answers[-1].request_body.response
+            assert common.body_mutation.body == wanted
+            told = {h.header.key: h.header.raw_value for h in common.header_mutation.set_headers}
+            assert told["content-length"] == b"%d" % len(wanted)
+        assert {"x-gateway-inference-objective", "x-llm-d-model-name-rewrite"} <= set(
+            common.header_mutation.remove_headers
+        )
+        (routed,) = router.app._fleet.explained.values()
+        assert (routed.requested_model, routed.model) == ("chat", "alphabet")
+
+
+def test_a_saturated_fleet_sheds_what_has_a_negative_priority(tmp_path: Path) -> None:
+    file = tmp_path / "resources.yaml"
+    file.write_text(OBJECTIVES)
+    with serving_fake() as a, picking(a.url, resources_file=file) as (router, address):
+        batch = headers(x_gateway_inference_objective="batch")
+        assert destination_of(ask(address, batch, body())[0])
+        (replica,) = router.app._fleet.replicas.values()
+        eventually(lambda: not replica.load.inflight)
+        replica.max_running = -5  # five more than it runs at once
+        (refused,) = ask(address, batch, body())
+        assert refused.immediate_response.status.code == 429
+        told = {h.header.key: h.header.raw_value for h in refused.immediate_response.headers.set_headers}
+        assert told["x-llm-d-request-dropped-reason"] == b"rejected-saturated"
+        assert destination_of(ask(address, headers(x_gateway_inference_objective="unknown"), body())[0])
 
 
 def test_health_says_whether_a_replica_is_ready(two: Any) -> None:

@@ -195,6 +195,8 @@ class RouterApp:
 
 async def _send_json(send: Send, status: int, payload: Any, error: ApiError | None = None) -> None:
     extra = [(b"retry-after", b"1")] if status == 503 else []
+    if error is not None:
+        extra += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     if error is not None and status == 413:
         extra.append((b"connection", b"close"))
     await _send(send, status, msgspec.json.encode(payload), b"application/json", extra)

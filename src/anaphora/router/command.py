@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anaphora.router.route import Cluster
 
 
 def add_route(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,7 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--first-byte-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
     parser.add_argument("--idle-timeout", type=float, default=120.0, metavar="S", help="between bytes (default: 120)")
+    _add_discovery(parser)
     envoy = parser.add_argument_group("Envoy")
     envoy.add_argument("--ext-proc", metavar="ADDRESS", help="answer Envoy's ext_proc filter there, say 0.0.0.0:9002")
     envoy.add_argument("--ext-proc-cert", type=Path, metavar="FILE", help="TLS certificate (PEM); default: no TLS")
@@ -47,6 +52,10 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     envoy.add_argument(
         "--ext-proc-endpoints", type=int, default=1, metavar="N",
         help="endpoints named, the choice and its fallbacks; only override_host takes more than 1 (default: 1)",
+    )  # fmt: skip
+    envoy.add_argument(
+        "--ext-proc-conformance", action="store_true",
+        help="answer the gateways' conformance tests, which let any client choose its endpoint: not for production",
     )  # fmt: skip
     parser.add_argument("--shadow", action="store_true", help="decide and tell, but send requests round robin")
     parser.add_argument(
@@ -62,13 +71,93 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_discovery(parser: argparse.ArgumentParser) -> None:
+    found = parser.add_argument_group("Replicas that are found")
+    found.add_argument(
+        "--dns", action="append", default=[], metavar="NAME",
+        help="HOST:PORT for its A and AAAA records, or _http._tcp.HOST for its SRV records; may be repeated",
+    )  # fmt: skip
+    found.add_argument("--dns-interval", type=float, default=5.0, metavar="S", help="between lookups (default: 5)")
+    found.add_argument("--pool-name", metavar="NAME", help="the pods of a Kubernetes InferencePool")
+    found.add_argument("--pool-namespace", metavar="NAME", help="its namespace (default: the router's own)")
+    found.add_argument(
+        "--endpoint-selector", metavar="SELECTOR", help="pods by their labels, app=vllm, instead of those of a pool"
+    )
+    found.add_argument("--endpoint-target-ports", metavar="PORT[,PORT]", help="where each of those pods serves")
+    found.add_argument(
+        "--kv-events-port", type=int, metavar="PORT",
+        help="where replicas that are found publish their KV events; rank n of a pod at the nth port after it",
+    )  # fmt: skip
+    found.add_argument("--kv-replay-port", type=int, metavar="PORT", help="where they replay them")
+    found.add_argument(
+        "--kube-api", metavar="URL",
+        help="of the Kubernetes API, say http://127.0.0.1:8001 of `kubectl proxy` (default: that of the router's pod)",
+    )  # fmt: skip
+    found.add_argument("--kube-token-file", type=Path, metavar="FILE", help="the bearer token for --kube-api")
+    found.add_argument("--kube-ca-file", type=Path, metavar="FILE", help="its certificate authority (PEM)")
+    parser.add_argument(
+        "--resources", type=Path, metavar="FILE",
+        help="InferenceObjective and InferenceModelRewrite in YAML; read again when it changes",
+    )  # fmt: skip
+
+
+def _cluster(args: argparse.Namespace) -> Cluster | None:
+    """Raises ValueError."""
+    from anaphora.router.route import Cluster
+
+    if args.pool_name is not None and args.endpoint_selector is not None:
+        raise ValueError("--pool-name and --endpoint-selector exclude each other")
+    if (args.endpoint_selector is None) != (args.endpoint_target_ports is None):
+        raise ValueError("--endpoint-selector and --endpoint-target-ports go together")
+    if args.pool_name is None and args.endpoint_selector is None:
+        for name in ("pool_namespace", "kube_api", "kube_token_file", "kube_ca_file"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --pool-name or --endpoint-selector")
+        return None
+    if args.kube_api is None and (args.kube_token_file or args.kube_ca_file):
+        raise ValueError("--kube-token-file and --kube-ca-file need --kube-api")
+    if args.kube_api is not None and not args.kube_api.startswith(("http://", "https://")):
+        raise ValueError(f"--kube-api: expected a URL like https://10.0.0.1:6443, got {args.kube_api[:200]!r}")
+    words = [word.strip() for word in (args.endpoint_target_ports or "").split(",") if word.strip()]
+    if not all(word.isdecimal() and 0 < int(word) < 65_536 for word in words):
+        raise ValueError(f"--endpoint-target-ports: expected ports like 8000,8001, got {args.endpoint_target_ports!r}")
+    if args.endpoint_selector is not None and not words:
+        raise ValueError("--endpoint-target-ports: expected a port")
+    return Cluster(
+        pool_name=args.pool_name,
+        selector=args.endpoint_selector,
+        ports=tuple(map(int, words)),
+        namespace=args.pool_namespace,
+        api_url=args.kube_api,
+        token_file=args.kube_token_file,
+        ca_file=args.kube_ca_file,
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
     from anaphora.model.errors import ModelError
-    from anaphora.router.route import RouteError, RouteOptions, parse_replica, route
+    from anaphora.router.route import DnsName, RouteError, RouteOptions, parse_replica, route
     from anaphora.server.run import ListenError
 
-    if not args.replica and args.replicas_file is None and args.config is None:
-        return _fail("route needs --replica URL, --replicas-file FILE or --config FILE", code=2)
+    try:
+        cluster = _cluster(args)
+    except ValueError as error:
+        return _fail(str(error), code=2)
+    if not (args.replica or args.replicas_file or args.config or args.dns or cluster):
+        return _fail(
+            "route needs --replica URL, --replicas-file FILE, --config FILE, --dns NAME, --pool-name NAME or "
+            "--endpoint-selector SELECTOR",
+            code=2,
+        )
+    for name, port in (("--kv-events-port", args.kv_events_port), ("--kv-replay-port", args.kv_replay_port)):
+        if port is not None and not 0 < port < 65_536:
+            return _fail(f"{name}: expected 1 to 65535, got {port}", code=2)
+    if args.kv_replay_port is not None and args.kv_events_port is None:
+        return _fail("--kv-replay-port needs --kv-events-port", code=2)
+    try:
+        names = tuple(map(DnsName.of, args.dns))
+    except ValueError as error:
+        return _fail(f"--dns: {error}", code=2)
     for name, value in (
         ("--block-size", args.block_size),
         ("--max-running", args.max_running),
@@ -76,7 +165,11 @@ def _run(args: argparse.Namespace) -> int:
     ):
         if value < 1:
             return _fail(f"{name}: expected a whole number from 1 up, got {value}", code=2)
-    for name, value in (("--first-byte-timeout", args.first_byte_timeout), ("--idle-timeout", args.idle_timeout)):
+    for name, value in (
+        ("--first-byte-timeout", args.first_byte_timeout),
+        ("--idle-timeout", args.idle_timeout),
+        ("--dns-interval", args.dns_interval),
+    ):
         if not value > 0:
             return _fail(f"{name}: expected seconds above 0, got {value}", code=2)
     if not 0 <= args.port <= 65_535:
@@ -98,6 +191,12 @@ def _run(args: argparse.Namespace) -> int:
     options = RouteOptions(
         replicas=replicas,
         replicas_file=args.replicas_file,
+        dns=names,
+        dns_interval_s=args.dns_interval,
+        cluster=cluster,
+        kv_events_port=args.kv_events_port,
+        kv_replay_port=args.kv_replay_port,
+        resources_file=args.resources,
         host=args.host,
         port=args.port,
         model=args.model,
@@ -113,6 +212,7 @@ def _run(args: argparse.Namespace) -> int:
         ext_proc_certificate=certificate,
         ext_proc_key=key,
         ext_proc_endpoints=args.ext_proc_endpoints,
+        is_conformance_test=args.ext_proc_conformance,
     )
     try:
         return route(options)

@@ -21,12 +21,15 @@ from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from anaphora.router.conformance import SELECTION_HEADER, endpoints_named
+from anaphora.router.proxy import FOR_THE_ROUTER
 from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from anaphora.router.conformance import Conformance
     from anaphora.router.fleet_state import Fleet, Routed, Trip
     from anaphora.router.metrics import Metrics
     from anaphora.router.proxy import Proxy
@@ -35,7 +38,8 @@ log = logging.getLogger(__name__)
 
 DESTINATION = "x-gateway-destination-endpoint"
 _SUBSET_SPACE, _SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-_CONFORMANCE = "test-epp-endpoint-selection"
+_SERVED = "x-gateway-destination-endpoint-served"
+_UPSTREAM_ADDRESS = "upstream.address"
 _SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _CHUNK_BYTES = 62_000
 """Envoy's frames hold 64 KiB."""
@@ -66,6 +70,7 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
 
     num_endpoints: with more than one, an ordered list with fallbacks is sent, which `override_host` understands and
         ORIGINAL_DST clusters do not.
+    conformance: for the gateways' conformance tests, which let a client choose; None in production.
     """
 
     def __init__(
@@ -76,12 +81,14 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
         *,
         num_endpoints: int = 1,
         body_limit_bytes: int = 32 * 2**20,
+        conformance: Conformance | None = None,
     ) -> None:
         self._fleet = fleet
         self._proxy = proxy
         self._metrics = metrics
         self._num_endpoints = num_endpoints
         self._limit = body_limit_bytes
+        self._conformance = conformance
 
     async def Process(  # noqa: N802 - the service's name for it
         self, requests: AsyncIterator[pb.ProcessingRequest], _context: Any
@@ -113,8 +120,7 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
                 answers = await self._decide(call) if call.routed is None else []
                 return [*answers, pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
             case "response_headers":
-                self._response_headers(call, message)
-                return [pb.ProcessingResponse(response_headers=pb.HeadersResponse())]
+                return [pb.ProcessingResponse(response_headers=self._response_headers(call, message))]
             case "response_body":
                 return self._response_body(call, message.response_body)
             case "response_trailers":
@@ -148,11 +154,8 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
         headers = dict(call.headers)
         given = b"".join(call.body)
         scope = {"headers": call.headers, "path": headers.get(b":path", b"").decode("latin-1").partition("?")[0]}
-        routed, body = await self._proxy.route(scope, given, allowed=call.subset)
+        routed, body = await self._proxy.route(scope, given, allowed=self._allowed(call, headers))
         names = list(routed.decision.replicas)
-        wished = headers.get(_CONFORMANCE.encode(), b"").decode("latin-1").split(",")
-        if named := [name for name in map(str.strip, wished) if name in self._fleet.replicas]:
-            names = named
         if not names:
             raise ApiError(
                 503, f"No replica is ready to take this request: {routed.decision.reason}.", code="no_replica"
@@ -176,20 +179,28 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
             common.header_mutation.set_headers.append(_header("content-length", str(len(body))))
         return [pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)]
 
+    def _allowed(self, call: _Call, headers: dict[bytes, bytes]) -> frozenset[str] | None:
+        """Names of the replicas that may be chosen, None: all."""
+        if self._conformance is not None and (wish := headers.get(SELECTION_HEADER.encode())):
+            return self._conformance.allowed(wish.decode("latin-1"), self._fleet.replicas)
+        if call.subset is None:
+            return None
+        return frozenset(endpoints_named(call.subset, self._fleet.replicas))
+
     def _mutation(self, call: _Call, destination: str, routed: Routed) -> pb.CommonResponse:
         common = pb.CommonResponse(clear_route_cache=True)
         common.header_mutation.set_headers.append(_header(DESTINATION, destination))
         common.header_mutation.set_headers.append(_header("x-anaphora-request-id", routed.request_id))
         if routed.decision.prefill is not None:
             common.header_mutation.set_headers.append(_header("x-prefiller-host-port", routed.decision.prefill))
-        common.header_mutation.remove_headers.append(_SUBSET)
+        common.header_mutation.remove_headers.extend([_SUBSET, *(name.decode() for name in FOR_THE_ROUTER)])
         if routed.decision.prefill is None:
             common.header_mutation.remove_headers.append("x-prefiller-host-port")
         if call.request_mode == _Mode.FULL_DUPLEX_STREAMED:
             common.header_mutation.remove_headers.append("content-length")
         return common
 
-    def _response_headers(self, call: _Call, message: pb.ProcessingRequest) -> None:
+    def _response_headers(self, call: _Call, message: pb.ProcessingRequest) -> pb.HeadersResponse:
         call.has_response = True
         for header in message.response_headers.headers.headers:
             text = (header.raw_value or header.value.encode()).decode("latin-1")
@@ -201,6 +212,11 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
             call.routed.status = call.status
         if call.trip is not None and call.status < 400 and call.response_mode == _Mode.NONE:
             call.trip.answered(is_stream=call.is_stream)
+        response = pb.HeadersResponse()
+        if self._conformance is not None and call.trip is not None:
+            for name, value in self._conformance.response_headers(call.trip.replica.name, _served(message)):
+                response.response.header_mutation.set_headers.append(_header(name, value))
+        return response
 
     def _response_body(self, call: _Call, body: pb.HttpBody) -> list[pb.ProcessingResponse]:
         if call.trip is not None and call.status < 400 and body.body:
@@ -294,11 +310,23 @@ def _subset(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
+def _served(message: pb.ProcessingRequest) -> str | None:
+    """The endpoint that answered, as the gateway says: in metadata, or as Envoy's `response_attributes` have it."""
+    space = message.metadata_context.filter_metadata
+    if "envoy.lb" in space and _SERVED in space["envoy.lb"].fields:
+        return str(space["envoy.lb"].fields[_SERVED].string_value)
+    for attributes in message.attributes.values():
+        if _UPSTREAM_ADDRESS in attributes.fields:
+            return str(attributes.fields[_UPSTREAM_ADDRESS].string_value)
+    return None
+
+
 def _refusal(error: ApiError) -> pb.ProcessingResponse:
     response = pb.ImmediateResponse(
         status=http_status_pb2.HttpStatus(code=error.status), body=msgspec.json.encode(error.body())
     )
     response.headers.set_headers.append(_header("content-type", "application/json"))
-    if error.status == 503:
-        response.headers.set_headers.append(_header("retry-after", "1"))
+    extra = {"retry-after": "1"} if error.status == 503 else {}
+    for name, value in (extra | error.headers).items():
+        response.headers.set_headers.append(_header(name, value))
     return pb.ProcessingResponse(immediate_response=response)

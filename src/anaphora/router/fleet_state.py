@@ -46,7 +46,10 @@ class Policy(Protocol):
 
 @dataclass(slots=True)
 class Routed:
-    """A request with its decision. sent_to: where it went in the end, if an answer began."""
+    """A request with its decision. sent_to: where it went in the end, if an answer began.
+
+    requested_model: what the client asked for, where a rewrite made it `model`.
+    """
 
     request_id: str
     model: str | None
@@ -61,6 +64,8 @@ class Routed:
     reported_tokens: int | None = None
     status: int | None = None
     block_size: int = 16
+    requested_model: str | None = None
+    priority: int = 0
 
     def predicted_tokens(self, replica: str) -> int:
         """Cached tokens that the replica should report: whole blocks, and never the whole prompt."""
@@ -76,6 +81,8 @@ class Routed:
         return {
             "request_id": self.request_id,
             "model": self.model,
+            "requested_model": self.requested_model or self.model,
+            "priority": self.priority,
             "prompt_tokens": self.prompt.num_tokens,
             "tokens": "exact" if self.prompt.is_exact else "estimated",
             "replica": decision.replica,
@@ -163,13 +170,16 @@ class Fleet:
         replica.is_draining = True
         self._leave_if_idle(replica)
 
-    def reconcile(self, specs: Sequence[ReplicaSpec]) -> tuple[list[str], list[str]]:
-        """Make the fleet what `specs` says. Return the names that joined and those that began to drain."""
+    def reconcile(self, specs: Sequence[ReplicaSpec], held: Container[str] = ()) -> tuple[list[str], list[str]]:
+        """Make the fleet what `specs` says. Return the names that joined and those that began to drain.
+
+        held: names among them that get no new requests for now.
+        """
         wanted = {spec.name: spec for spec in specs}
         joined = [n for n in wanted if n not in self.replicas or self.replicas[n].is_draining]
         left = [n for n, replica in self.replicas.items() if n not in wanted and not replica.is_draining]
         for spec in wanted.values():
-            self.add(spec)
+            self.add(spec).is_held = spec.name in held
         for name in left:
             self.drain(name)
         return joined, left
@@ -183,6 +193,12 @@ class Fleet:
 
     # Deciding
 
+    def candidates(self, model: object, allowed: Container[str] | None = None) -> list[Replica]:
+        """Replicas that can take a request for `model`. allowed: their names are among these; None: any."""
+        now = self.clock()
+        able = (r for r in self.replicas.values() if r.can_take(now) and (allowed is None or r.name in allowed))
+        return serving(able, model)
+
     def decide(
         self,
         model: object,
@@ -193,13 +209,7 @@ class Fleet:
     ) -> Routed:
         """Choose replicas for a prompt; changes nothing but the table of explanations. Cost: tens of microseconds."""
         started = time.perf_counter()
-        now = self.clock()
-        able = [
-            replica
-            for replica in self.replicas.values()
-            if replica.can_take(now) and (allowed is None or replica.name in allowed)
-        ]
-        candidates = serving(able, model)
+        candidates = self.candidates(model, allowed)
         adapter = _adapter(candidates, model)
         namespace = prefix_namespace("", adapter, salt)
         match = self.knowledge.match(prompt.tokens, namespace, [replica.name for replica in candidates])

@@ -71,6 +71,8 @@ class Metrics:
         self.compared_predicted = counter(
             "compared_predicted_cached_tokens", "Cached tokens predicted for those requests.", "replica"
         )
+        self.rewrites = counter("model_rewrites", "Requests whose model was rewritten.", "rewrite", "model")
+        self.shed = counter("shed_requests", "Requests refused while saturated.", "priority")
         self.decision_s = Histogram(
             "anaphora_router_decision_seconds", "Time to decide.", buckets=_SECONDS, registry=self._registry
         )

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from anaphora.fleet.scorers import session_token
+from anaphora.router.admission import OBJECTIVE_HEADERS, Admission
 from anaphora.router.prompt import PromptBody, PromptSource, read_body
+from anaphora.router.rewrites import ModelRewrites
 from anaphora.router.upstream import BadRequestError, RawHeaders, Upstream, UpstreamError, end_to_end
 from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from anaphora.router.fleet_state import Fleet, Routed, Trip
     from anaphora.router.metrics import Metrics
+    from anaphora.router.replica import Replica
     from anaphora.router.upstream import UpstreamAnswer
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,19 @@ log = logging.getLogger(__name__)
 _RETRYABLE = frozenset({429, 502, 503, 504})
 _PRIVATE = b"x-anaphora-"
 _PREFILLER = b"x-prefiller-host-port"
+_MODEL_HEADERS = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
+FOR_THE_ROUTER = frozenset(
+    {
+        *OBJECTIVE_HEADERS,
+        *_MODEL_HEADERS,
+        b"x-llm-d-inference-fairness-id",
+        b"x-gateway-inference-fairness-id",
+        b"x-llm-d-slo-ttft-ms",
+        b"x-llm-d-slo-tpot-ms",
+        b"test-epp-endpoint-selection",
+    }
+)
+"""Request headers that are meant for whoever routes, and go no further."""
 
 
 class ClientGoneError(Exception):
@@ -43,6 +59,7 @@ class Proxy:
     salt_secret: where given, a request's cache salt is derived from its Authorization header, whatever the body says,
         so that no tenant can choose another's.
     steers: False for shadow mode: decisions are made and told, but requests go round robin.
+    admission, rewrites: by InferenceObjective and InferenceModelRewrite; None: neither is in use.
     max_attempts: replicas that a request is sent to at most, all but the last before the first byte of an answer.
     """
 
@@ -56,6 +73,8 @@ class Proxy:
         body_limit_bytes: int = 32 * 2**20,
         salt_secret: bytes | None = None,
         steers: bool = True,
+        admission: Admission | None = None,
+        rewrites: ModelRewrites | None = None,
         max_attempts: int = 3,
     ) -> None:
         self._fleet = fleet
@@ -65,6 +84,8 @@ class Proxy:
         self._limit = body_limit_bytes
         self._salt_secret = salt_secret
         self._steers = steers
+        self._admission = admission or Admission()
+        self._rewrites = rewrites or ModelRewrites()
         self._max_attempts = max_attempts
         self._turn = 0
 
@@ -87,12 +108,17 @@ class Proxy:
         """Return the decision for a request, and the body to send.
 
         scope: `headers` and `path` are read. allowed: names of the replicas that may be chosen; None: all.
+
+        Raises ApiError (429) for a request that is shed.
         """
         fields = read_body(body) if body else None
         headers = dict(scope["headers"])
-        if fields is not None and self._salt_secret is not None:
-            fields.cache_salt = self._tenant_salt(headers)
-            body = _with_salt(body, fields.cache_salt)
+        requested = fields.model if fields is not None and isinstance(fields.model, str) else None
+        if fields is not None:
+            body = self._rewrite(fields, body, headers)
+        priority = self._admission.priority(headers)
+        if priority < 0:
+            self._admit(priority, self._fleet.candidates(fields.model if fields else None, allowed))
         prompt_fields = fields or PromptBody()
         if len(body) > 16_384:  # tokenising takes milliseconds; the event loop has streams to serve meanwhile
             prompt = await asyncio.to_thread(self._prompts.prompt, prompt_fields)
@@ -102,10 +128,37 @@ class Proxy:
         header = self._fleet.policy.session_header
         session = headers.get(header.lower().encode(), b"").decode("latin-1") if header else None
         routed = self._fleet.decide(prompt_fields.model, prompt, salt, session, allowed)
+        routed.requested_model, routed.priority = requested, priority
         self._metrics.decision_s.observe(routed.decided_s)
         if scope["path"].startswith("/v1"):
             self._fleet.remember(routed)
         return routed, body
+
+    def _rewrite(self, fields: PromptBody, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+        """Return the body with the model and the salt that the replica is to see; `fields` follow."""
+        changed: dict[str, str] = {}
+        if isinstance(fields.model, str):
+            rewrite = self._rewrites.rewrite(fields.model)
+            named = next((headers[name] for name in _MODEL_HEADERS if headers.get(name)), None)
+            if rewrite is not None:
+                self._metrics.rewrites.labels(rewrite.rule, rewrite.target).inc()
+                changed["model"] = rewrite.target
+            elif named is not None:
+                changed["model"] = named.decode("utf-8", "replace")
+            if changed.get("model") == fields.model:
+                del changed["model"]
+            else:
+                fields.model = changed.get("model", fields.model)
+        if self._salt_secret is not None:
+            fields.cache_salt = changed["cache_salt"] = self._tenant_salt(headers)
+        return _with_fields(body, changed) if changed else body
+
+    def _admit(self, priority: int, candidates: list[Replica]) -> None:
+        try:
+            self._admission.check(priority, candidates)
+        except ApiError:
+            self._metrics.shed.labels(str(priority)).inc()
+            raise
 
     async def _send(self, scope: Scope, body: bytes, routed: Routed, client: _Client, started: float) -> None:
         headers = _request_headers(scope)
@@ -305,7 +358,7 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 def _request_headers(scope: Scope) -> RawHeaders:
-    drop = {b"host", b"content-length", b"expect", _PREFILLER}
+    drop = {b"host", b"content-length", b"expect", _PREFILLER, *FOR_THE_ROUTER}
     headers = [
         (name, value)
         for name, value in end_to_end(scope["headers"])
@@ -318,8 +371,12 @@ def _request_headers(scope: Scope) -> RawHeaders:
     return headers
 
 
-def _with_salt(body: bytes, salt: str) -> bytes:
-    """The body with this salt and no other: a second field of that name would win, so it is written anew."""
-    fields = msgspec.json.decode(body)
-    fields["cache_salt"] = salt
+def _with_fields(body: bytes, changed: dict[str, str]) -> bytes:
+    """The body with these fields' values and no others: a second field of a name would win, so it is written anew.
+
+    What the other fields hold stays as it is, byte for byte.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for name, value in changed.items():
+        fields[name] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)

@@ -93,6 +93,7 @@ class Replica:
     """One engine process.
 
     is_healthy: None until it was first asked. models: name -> base model (itself, unless it is an adapter).
+    is_held: whoever named it says that it is not ready. It gets nothing new, and what its cache has is kept in mind.
     started: the process's start in Unix seconds, if it says so.
     """
 
@@ -101,6 +102,7 @@ class Replica:
     breaker: Breaker = field(default_factory=Breaker)
     is_healthy: bool | None = None
     is_draining: bool = False
+    is_held: bool = False
     failed_probes: int = 0
     models: dict[str, str] = field(default_factory=dict)
     started: float | None = None
@@ -118,7 +120,8 @@ class Replica:
 
     def can_take(self, now: float) -> bool:
         """Whether new requests may go there."""
-        return self.is_healthy is not False and not self.is_draining and self.breaker.allows(now)
+        is_wanted = not self.is_draining and not self.is_held
+        return self.is_healthy is not False and is_wanted and self.breaker.allows(now)
 
     def probe_failed(self) -> bool:
         """Note an unanswered health check. Return whether this one made the replica unhealthy."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 import secrets
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anaphora.fleet.cost import CostPolicy
 from anaphora.fleet.index import DEFAULT_MAX_BYTES
 from anaphora.fleet.knowledge import DEFAULT_NUM_BLOCKS
+from anaphora.router.admission import Admission
 from anaphora.router.app import RouterApp
+from anaphora.router.discovery.dns_names import DEFAULT_INTERVAL_S, DnsName, DnsSource
+from anaphora.router.discovery.membership import EventPorts, Membership
+from anaphora.router.discovery.replica_list import parse_replica, read_replicas
+from anaphora.router.discovery.watched_file import FileError, WatchedFile
 from anaphora.router.fleet_state import Fleet
-from anaphora.router.llmd.config import ConfigError, Discovery, PickerConfig, load_config, with_events
+from anaphora.router.llmd.config import ConfigError, PickerConfig, load_config, with_events
 from anaphora.router.metrics import Metrics
 from anaphora.router.probing import Prober
 from anaphora.router.prompt import ModelPrompts, PromptSource, TextEstimate
 from anaphora.router.proxy import Proxy
 from anaphora.router.replica import ReplicaSpec, ReplicaUrlError
+from anaphora.router.resource_file import Resources, read_resources
+from anaphora.router.rewrites import ModelRewrites
 from anaphora.router.upstream import Upstream
 from anaphora.server.run import Server, bind, url_of
 from anaphora.version import __version__
@@ -30,11 +37,26 @@ if TYPE_CHECKING:
     from anaphora.router.fleet_state import Policy
     from anaphora.router.following import Follower
 
-_RELOAD_S = 1.0
-
 
 class RouteError(Exception):
     """The router cannot start; the message is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Which replicas a Kubernetes cluster has, and where its API is.
+
+    pool_name: an InferencePool, whose objectives and model rewrites count too; or selector, a label selector as kubectl
+    takes it, with the ports at which each pod serves. namespace: of either; None for our own. api_url: None in a pod.
+    """
+
+    pool_name: str | None = None
+    selector: str | None = None
+    ports: tuple[int, ...] = ()
+    namespace: str | None = None
+    api_url: str | None = None
+    token_file: Path | None = None
+    ca_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +64,9 @@ class RouteOptions:
     """What to route to, and how.
 
     replicas_file: one replica a line (URL, then options like kv-events=tcp://...), read again whenever it changes.
+    dns: names to look up every dns_interval_s. cluster: pods of Kubernetes. kv_events_port, kv_replay_port: where
+    replicas found in either way publish their KV events; None: they do not.
+    resources_file: InferenceObjective and InferenceModelRewrite in YAML, read again whenever it changes.
     config: an EndpointPickerConfig of llm-d; without it requests go where they cost least time.
     ext_proc: an address, 0.0.0.0:9002, where Envoy asks for endpoints; TLS with a certificate and its key (PEM).
     model: a path, for exact tokens; without it the text is estimated.
@@ -49,6 +74,12 @@ class RouteOptions:
 
     replicas: tuple[ReplicaSpec, ...] = ()
     replicas_file: Path | None = None
+    dns: tuple[DnsName, ...] = ()
+    dns_interval_s: float = DEFAULT_INTERVAL_S
+    cluster: Cluster | None = None
+    kv_events_port: int | None = None
+    kv_replay_port: int | None = None
+    resources_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8080
     model: str | None = None
@@ -69,15 +100,16 @@ class RouteOptions:
     ext_proc_certificate: bytes | None = None
     ext_proc_key: bytes | None = None
     ext_proc_endpoints: int = 1
+    is_conformance_test: bool = False
 
 
 def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | None = None) -> RouterApp:
     """Put the parts together.
 
-    Raises RouteError for a file of replicas that cannot be read.
+    Raises RouteError for a file that cannot be read, or a cluster that cannot be found.
     """
     specs = list(options.replicas)
-    discovery: Discovery | None = None
+    config: PickerConfig | None = None
     if options.config is None:
         fleet = Fleet(
             policy or CostPolicy(),
@@ -89,7 +121,6 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
     else:
         config = _load_config(options.config)
         specs = [with_events(spec, config) for spec in specs]
-        discovery = config.discovery
         fleet = Fleet(
             config.policy,
             block_size=config.block_size,
@@ -100,27 +131,121 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         )
     upstream = Upstream(connect_s=options.connect_s, first_byte_s=options.first_byte_s, idle_s=options.idle_s)
     metrics = Metrics(fleet)
+    admission = _admission(config)
+    rewrites = ModelRewrites()
     salt_secret = (options.salt_secret or secrets.token_bytes(32)) if options.binds_salts else None
     proxy = Proxy(
         fleet, prompts, upstream, metrics,
         body_limit_bytes=options.body_limit_bytes, salt_secret=salt_secret, steers=not options.is_shadow,
+        admission=admission, rewrites=rewrites,
     )  # fmt: skip
     background: list[Callable[[], Awaitable[None]]] = [Prober(fleet, upstream, options.probe_s).run]
-    if options.replicas_file is not None:
-        file = _WatchedFile(options.replicas_file, _read_replicas, specs, fleet)
-        specs = [*specs, *file.read()]
-        background.append(file.watch)
-    elif discovery is not None:
-        file = _WatchedFile(discovery.path, discovery.read, specs, fleet)
-        specs = [*specs, *file.read()]
-        if discovery.is_watched:
-            background.append(file.watch)
-    fleet.reconcile(specs)
-    if options.replicas_file is not None or discovery is not None or any(spec.kv_events for spec in specs):
+    membership = Membership(fleet, _say)
+    membership.set("list", specs, quietly=True)
+    try:
+        background += _sources(options, config, membership, admission, rewrites)
+    except FileError as error:
+        raise RouteError(str(error)) from None
+    if len(background) > 1 or any(replica.spec.kv_events for replica in fleet.replicas.values()):
         background.append(_follower(fleet).run)
     if options.ext_proc is not None:
         background.append(_picker_job(options, options.ext_proc, fleet, proxy, metrics))
     return RouterApp(fleet, proxy, metrics, upstream, background)
+
+
+def _sources(
+    options: RouteOptions,
+    config: PickerConfig | None,
+    membership: Membership,
+    admission: Admission,
+    rewrites: ModelRewrites,
+) -> list[Callable[[], Awaitable[None]]]:
+    """Read the files now, and return what goes on following files, names and clusters."""
+    jobs: list[Callable[[], Awaitable[None]]] = []
+    discovery = config.discovery if config is not None else None
+    if options.replicas_file is not None:
+        jobs.append(_replica_file(options.replicas_file, read_replicas, membership, config).watch)
+    elif discovery is not None:
+        file = _replica_file(discovery.path, discovery.read, membership, config)
+        if discovery.is_watched:
+            jobs.append(file.watch)
+    events = _event_ports(options, config)
+    for name in options.dns:
+        jobs.append(DnsSource(name, membership, interval_s=options.dns_interval_s, events=events).run)
+    if options.cluster is not None:
+        jobs += _cluster_jobs(options.cluster, events, membership, admission, rewrites)
+    if options.resources_file is not None:
+        pool = options.cluster.pool_name if options.cluster is not None else None
+
+        def use(resources: Resources) -> None:
+            admission.set("file", resources.objectives)
+            rewrites.set("file", resources.rewrites)
+
+        resource_file = WatchedFile(options.resources_file, lambda path: read_resources(path, pool), use, _say)
+        resource_file.load()
+        jobs.append(resource_file.watch)
+    return jobs
+
+
+def _replica_file(
+    path: Path, read: Callable[[Path], list[ReplicaSpec]], membership: Membership, config: PickerConfig | None
+) -> WatchedFile[list[ReplicaSpec]]:
+    is_first = True
+
+    def use(specs: list[ReplicaSpec]) -> None:
+        nonlocal is_first
+        if config is not None:
+            specs = [with_events(spec, config) for spec in specs]
+        membership.set("file", specs, quietly=is_first)
+        is_first = False
+
+    file = WatchedFile(path, read, use, _say)
+    file.load()
+    return file
+
+
+def _cluster_jobs(
+    cluster: Cluster,
+    events: EventPorts | None,
+    membership: Membership,
+    admission: Admission,
+    rewrites: ModelRewrites,
+) -> list[Callable[[], Awaitable[None]]]:
+    from anaphora.router.kubernetes.api import ApiAccess, ApiServer, NotInClusterError, own_namespace  # noqa: PLC0415
+    from anaphora.router.kubernetes.inference import InferenceResources  # noqa: PLC0415 - needs httpx
+    from anaphora.router.kubernetes.pool import PodSource, PoolName, Selection  # noqa: PLC0415
+
+    try:
+        if cluster.api_url is None:
+            access = ApiAccess.in_cluster(os.environ)
+        else:
+            access = ApiAccess(cluster.api_url, cluster.token_file, cluster.ca_file, own_namespace())
+    except NotInClusterError as error:
+        raise RouteError(str(error)) from None
+    api = ApiServer(access)
+    namespace = cluster.namespace or api.namespace
+    if cluster.pool_name is None:
+        selection = Selection(cluster.selector or "", cluster.ports)
+        return [PodSource(api, selection, membership, namespace=namespace, events=events).run]
+    pool = PoolName(namespace, cluster.pool_name)
+    return [
+        PodSource(api, pool, membership, namespace=namespace, events=events).run,
+        InferenceResources(api, pool, admission, rewrites).run,
+    ]
+
+
+def _event_ports(options: RouteOptions, config: PickerConfig | None) -> EventPorts | None:
+    if options.kv_events_port is not None:
+        return EventPorts(options.kv_events_port, options.kv_replay_port)
+    if config is not None and config.kv_events_port is not None:
+        return EventPorts(config.kv_events_port, config.kv_replay_port, config.topic)
+    return None
+
+
+def _admission(config: PickerConfig | None) -> Admission:
+    if config is None:
+        return Admission()
+    return Admission(queue_depth=config.saturation_queue_depth, kv_usage=config.saturation_kv_usage)
 
 
 def route(options: RouteOptions) -> int:
@@ -155,17 +280,28 @@ def prompt_source(model: str | None) -> PromptSource:
 def _picker_job(
     options: RouteOptions, address: str, fleet: Fleet, proxy: Proxy, metrics: Metrics
 ) -> Callable[[], Awaitable[None]]:
+    from anaphora.router.conformance import Conformance  # noqa: PLC0415
     from anaphora.router.envoy import EndpointPicker, make_server, serve_picker  # noqa: PLC0415 - needs grpcio
 
     picker = EndpointPicker(
-        fleet, proxy, metrics, num_endpoints=options.ext_proc_endpoints, body_limit_bytes=options.body_limit_bytes
-    )
+        fleet, proxy, metrics,
+        num_endpoints=options.ext_proc_endpoints, body_limit_bytes=options.body_limit_bytes,
+        conformance=Conformance(_pool_shown(options.cluster)) if options.is_conformance_test else None,
+    )  # fmt: skip
 
     async def run() -> None:
         server, _ = make_server(address, certificate=options.ext_proc_certificate, key=options.ext_proc_key)
         await serve_picker(picker, fleet, server)
 
     return run
+
+
+def _pool_shown(cluster: Cluster | None) -> str | None:
+    if cluster is None or cluster.pool_name is None:
+        return None
+    from anaphora.router.kubernetes.api import own_namespace  # noqa: PLC0415 - needs httpx
+
+    return f"{cluster.namespace or own_namespace()}/{cluster.pool_name}"
 
 
 def _load_config(path: Path) -> PickerConfig:
@@ -181,85 +317,8 @@ def _follower(fleet: Fleet) -> Follower:
     return Follower(fleet)
 
 
-def parse_replicas(text: str) -> list[ReplicaSpec]:
-    """Read one replica a line, `URL [kv-events=ENDPOINT] [kv-replay=ENDPOINT] [topic=TEXT] [label:NAME=TEXT]`.
-
-    What follows a # is a comment.
-
-    Raises ValueError with the line's number.
-    """
-    specs: list[ReplicaSpec] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            specs.append(parse_replica(words))
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from None
-    return specs
-
-
-def parse_replica(words: list[str]) -> ReplicaSpec:
-    """Read a URL and its options. Raises ValueError."""
-    url, *rest = words
-    options: dict[str, str | None] = {}
-    labels: list[tuple[str, str]] = []
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if equals and name.startswith("label:"):
-            labels.append((name.removeprefix("label:"), value))
-        elif equals and name in {"kv-events", "kv-replay", "topic"}:
-            options[name.replace("-", "_")] = value
-        else:
-            raise ValueError(f"expected kv-events=, kv-replay=, topic= or label:NAME=, got {word[:100]!r}")
-    return replace(ReplicaSpec.of(url, **options), labels=tuple(labels))
-
-
-def _read_replicas(path: Path) -> list[ReplicaSpec]:
-    return parse_replicas(path.read_text(encoding="utf-8"))
-
-
-class _WatchedFile:
-    """A file of replicas; a fault in it leaves the fleet as it was."""
-
-    def __init__(
-        self, path: Path, read: Callable[[Path], list[ReplicaSpec]], fixed: list[ReplicaSpec], fleet: Fleet
-    ) -> None:
-        self._path = path
-        self._read = read
-        self._fixed = fixed
-        self._fleet = fleet
-        self._seen: tuple[int, int] | None = None
-
-    def read(self) -> list[ReplicaSpec]:
-        try:
-            state = self._path.stat()
-            self._seen = (state.st_mtime_ns, state.st_size)
-            return self._read(self._path)
-        except (OSError, ValueError) as error:
-            raise RouteError(f"{self._path}: {error}") from None
-
-    async def watch(self) -> None:
-        while True:
-            await asyncio.sleep(_RELOAD_S)
-            try:
-                state = self._path.stat()
-            except OSError:
-                continue  # being replaced, perhaps
-            if self._seen == (state.st_mtime_ns, state.st_size):
-                continue
-            try:
-                joined, left = self._fleet.reconcile([*self._fixed, *self.read()])
-            except RouteError as error:
-                _say(f"anaphora: {error}; the replicas stay as they are")
-                continue
-            if joined or left:
-                _say(f"Replicas: {', '.join(joined) or 'none'} joined, {', '.join(left) or 'none'} drain.")
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr if text.startswith("anaphora:") else sys.stdout, flush=True)
 
 
-__all__ = ["ReplicaUrlError", "RouteError", "RouteOptions", "build_app", "parse_replica", "route"]
+__all__ = ["Cluster", "DnsName", "ReplicaUrlError", "RouteError", "RouteOptions", "build_app", "parse_replica", "route"]

@@ -60,6 +60,7 @@ class PickerConfig:
     """What a file says.
 
     block_size, num_blocks: of the knowledge of replicas; num_blocks where a replica does not say.
+    saturation_queue_depth, saturation_kv_usage: of the utilization-detector, above which requests may be shed.
     index_bytes: of the index, None for the default. kv_events_port, kv_replay_port: where replicas publish, if precise.
     """
 
@@ -72,6 +73,8 @@ class PickerConfig:
     kv_replay_port: int | None = None
     topic: str = ""
     discovery: Discovery | None = None
+    saturation_queue_depth: float = 5.0
+    saturation_kv_usage: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,9 @@ class _Loader:
                 options["num_blocks"] = parameters.lru_capacity_per_server
             elif kind in _PRODUCERS:
                 options |= _precise_options(parameters)
+            elif kind == "utilization-detector":
+                options["saturation_queue_depth"] = parameters.queue_depth_threshold
+                options["saturation_kv_usage"] = parameters.kv_cache_util_threshold
         config = PickerConfig(policy, **options)
         for name, kind in self._types.items():
             if kind == "file-discovery":
@@ -321,7 +327,8 @@ def _convert(value: Any, kind: type[_T], path: str) -> _T:
 
 _POSITIVE = {
     "block_size_tokens", "block_size", "lru_capacity_per_server", "lru_size", "threshold", "queue_threshold_tokens",
-    "max_num_of_endpoints", "match_length_scale_tokens", "peak_prefill_throughput", "socket_port",
+    "max_num_of_endpoints", "queue_depth_threshold", "kv_cache_util_threshold",
+    "match_length_scale_tokens", "peak_prefill_throughput", "socket_port",
 }  # fmt: skip
 _SHARES = {"affinity_threshold", "exploration_probability", "match_length_weight"}
 

@@ -1,0 +1,1 @@
+"""A Kubernetes cluster as the router sees it: pods, pools and the Inference Extension's resources."""
