@@ -7,22 +7,24 @@ Who owns the blocks of a sequence's table:
     [ num_indexed_blocks .. end )  its own: not full yet, not computed yet, or not to be published
 
 Duplicates: a table is never rewritten. If nobody holds the tree's copy, the sequence's blocks take its place; if
-somebody does, the tree keeps that copy until its last holder lets go, and only then the sequence's blocks take its
-place (`_settle_duplicates`).
+somebody does, the tree keeps that copy until its last user lets go, and only then the sequence's blocks take its
+place (`duplicates`).
 """
 
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from anaphora.cache.duplicates import Duplicates, own_blocks
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.cache.index import require
 from anaphora.cache.radix_tree import RadixTree, count_equal_blocks
 from anaphora.identity import extra_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
+    from collections.abc import Iterable, Set
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
@@ -65,8 +67,7 @@ class RadixIndex:
         self._tree = RadixTree(block_size, policy, residency, self._on_leave if events is not None else None)
         self._blank = array("i", range(1, num_blocks + 1))
         """Blocks without content, last in first out, so that a small working set stays small."""
-        self._duplicating: set[Sequence] = set()
-        """Holders whose table differs from the tree somewhere on the path to their tail."""
+        self._duplicates = Duplicates(self._replace_blocks)
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
         self.holders: dict[Sequence, None] = {}
@@ -142,9 +143,11 @@ class RadixIndex:
             return
         num_matched = hit.num_blocks - node.depth
         if num_matched < len(node.blocks):
-            node = self._tree.split(node, num_matched)
+            node = self._split(node, num_matched)
         self._tree.lock(node)
         sequence.index_state = node
+        if self._duplicates.at:
+            self._duplicates.pinned(sequence)
         table = sequence.block_table
         if num_matched == hit.num_blocks:
             table.extend(node.blocks)
@@ -172,20 +175,18 @@ class RadixIndex:
         del self.holders[sequence]
         if len(sequence.block_table) > sequence.num_indexed_blocks:
             self._give_back(sequence.block_table[sequence.num_indexed_blocks :])
-        if self._duplicating and sequence in self._duplicating:
-            self._duplicating.remove(sequence)
-            for _, first, last in self._duplicated(sequence):
-                self._give_back(sequence.block_table[first:last])
+        if self._duplicates.at:
+            for node in self._duplicates.own(sequence):
+                self._give_back(own_blocks(sequence, node))
+            self._duplicates.leave(sequence)
         tail: Node = sequence.index_state
         order = tail.order
         sequence.index_state = None
         if order.keeps_notes and sequence.is_counted:
-            order.finished(tail, sequence.num_prompt_tokens // self._block_size, self._tree.split)
+            order.finished(tail, sequence.num_prompt_tokens // self._block_size, self._split)
         self._tree.unlock(tail)
         if order.quota is not None:
             self._respect_quota(order)
-        if self._duplicating:
-            self._settle_duplicates()
 
     def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
         """Bound how many blocks that nobody holds stay cached under a namespace."""
@@ -281,9 +282,9 @@ class RadixIndex:
         limit = min(len(node.blocks), end - first) * width
         num_equal = count_equal_blocks(sequence.tokens, first * width, node.key, limit, width)
         if num_equal < len(node.blocks):
-            node = self._tree.split(node, num_equal)
+            node = self._split(node, num_equal)
         if node.ref:
-            self._duplicating.add(sequence)
+            self._duplicates.add(sequence, node, self.holders)
         else:
             self._replace_blocks(node, sequence.block_table[first : first + num_equal])
         self._tree.lock(node)
@@ -292,6 +293,20 @@ class RadixIndex:
             node.order.used(node, sequence.priority)
         sequence.index_state = node
         sequence.num_indexed_blocks = first + num_equal
+
+    def _replace_blocks(self, node: Node, blocks: array[int]) -> None:
+        """Serve a node's content from other blocks; nobody uses the old ones."""
+        self._blank.extend(node.blocks)
+        node.blocks = blocks
+        if self._extra_holders:
+            for block in blocks:
+                self._extra_holders.pop(block, None)
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        upper = self._tree.split(node, num_blocks)
+        if self._duplicates.at:
+            self._duplicates.split(upper, node)
+        return upper
 
     # -- names -----------------------------------------------------------------------------------------------------
 
@@ -335,42 +350,6 @@ class RadixIndex:
         )
         return names
 
-    # -- duplicates ------------------------------------------------------------------------------------------------
-
-    def _replace_blocks(self, node: Node, blocks: array[int]) -> None:
-        self._blank.extend(node.blocks)
-        node.blocks = blocks
-        if self._extra_holders:
-            for block in blocks:
-                self._extra_holders.pop(block, None)
-
-    def _duplicated(self, sequence: Sequence) -> Iterator[tuple[Node, int, int]]:
-        """Nodes on the path to the sequence's tail that hold other blocks than its table, with their range in it."""
-        table = sequence.block_table
-        last = sequence.num_indexed_blocks
-        node: Node = sequence.index_state
-        while node.parent is not None:
-            first = last - len(node.blocks)
-            if table[first:last] != node.blocks:
-                yield node, first, last
-            node, last = node.parent, first
-
-    def _settle_duplicates(self) -> None:
-        """Where the tree's copy has lost its last holder, put the copy of a sequence that still lives in its place.
-
-        Runs after a release while there are duplicates, which is rare; cost O(holders x path).
-        """
-        held: set[Node] = set()
-        duplicated: dict[Node, tuple[Sequence, int, int]] = {}
-        for sequence in self.holders:
-            own = {node: (sequence, first, last) for node, first, last in self._duplicated(sequence)}
-            held.update(node for node in sequence.index_state.path() if node not in own)
-            duplicated = own | duplicated  # where there are several copies, the earliest holder's
-        for node, (sequence, first, last) in duplicated.items():
-            if node not in held:
-                self._replace_blocks(node, sequence.block_table[first:last])
-        self._duplicating = {s for s in self._duplicating if next(self._duplicated(s), None) is not None}
-
     # -- sharing and forgetting ------------------------------------------------------------------------------------
 
     def share(self, parent: Sequence, child: Sequence) -> None:
@@ -381,10 +360,10 @@ class RadixIndex:
         tail.ref += 1
         child.index_state = tail
         private = child.block_table[child.num_indexed_blocks :]
-        if parent in self._duplicating:
-            self._duplicating.add(child)
-            for _, first, last in self._duplicated(parent):
-                private.extend(parent.block_table[first:last])
+        if self._duplicates.at:
+            self._duplicates.shared(parent, child)
+            for node in self._duplicates.own(parent):
+                private.extend(own_blocks(parent, node))
         for block in private:
             self._extra_holders[block] = self._extra_holders.get(block, 0) + 1
 
@@ -405,9 +384,9 @@ class RadixIndex:
             # A private duplicate would be found once it takes the place of the tree's copy.
             blocks = blocks | {
                 served
-                for sequence in self._duplicating
-                for node, first, last in self._duplicated(sequence)
-                for own, served in zip(sequence.block_table[first:last], node.blocks, strict=True)
+                for sequence in self.holders
+                for node in self._duplicates.own(sequence)
+                for own, served in zip(own_blocks(sequence, node), node.blocks, strict=True)
                 if own in blocks
             }
         above: list[Node] = list(self._tree.lanes.values())
@@ -442,7 +421,8 @@ class RadixIndex:
             sequence.index_state = node
             self._tree.lock(node)
         self._extra_holders = {block: extra for block, extra in self._extra_holders.items() if extra}
-        self._duplicating = {s for s in self._duplicating if next(self._duplicated(s), None) is not None}
+        if self._duplicates.at:
+            self._duplicates.recount(self.holders)
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
@@ -473,13 +453,12 @@ class RadixIndex:
                 len(spelled) == sequence.num_indexed_blocks * self._tree.width, "a path is not as long as it counts"
             )
             require(sequence.tokens.startswith(spelled), "a path spells other tokens than its sequence")
-            duplicated = list(self._duplicated(sequence))
-            require(not duplicated or sequence in self._duplicating, "a duplicate is not on record")
-            for first, last in [(sequence.num_indexed_blocks, None), *((f, e) for _, f, e in duplicated)]:
-                for block in sequence.block_table[first:last]:
-                    num_private[block] = num_private.get(block, 0) + 1
+            copies = [own_blocks(sequence, node) for node in self._duplicates.own(sequence)]
+            for block in chain(sequence.block_table[sequence.num_indexed_blocks :], *copies):
+                num_private[block] = num_private.get(block, 0) + 1
         extra = {block: num - 1 for block, num in num_private.items() if num > 1}
         require(extra == self._extra_holders, "the counts of holders are wrong")
+        self._duplicates.check(self.holders)
         self._tree.check(num_tails)
         owned = [*self._blank, *num_private]
         for node in self._tree.nodes():
