@@ -22,6 +22,19 @@ def make(request: pytest.FixtureRequest) -> Callable[..., KVCacheManager]:
     return make_manager
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tokens(first: int, last: int) -> list[int]:
+    """Return the ids from `first` to `last`, both included."""
+    return list(range(first, last + 1))
+
+
 def admit(
     manager: KVCacheManager, tokens: Iterable[int], namespace: Namespace | None = None, **options: Any
 ) -> Sequence:
