@@ -6,7 +6,7 @@ failure, as is anything that breaks a rule, which no profile can allow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 
@@ -91,20 +91,6 @@ ANAPHORA_RADIX = Profile(
     counting="at_admission",
     unread="counted",
 )
-ANAPHORA_HASH = Profile(
-    name="anaphora-hash",
-    shareable="at_commit",
-    block_ids="append_only",
-    duplicates="kept",
-    granularity="block",
-    last_token="recomputed",
-    eviction="exact",
-    order="lru",
-    lookups="read_only",
-    digests="verified",
-    adapter_identity="content",
-    counting="at_admission",
-    unread="counted",
-)
+ANAPHORA_HASH = replace(ANAPHORA_RADIX, name="anaphora-hash", duplicates="kept")
 PROFILES = {profile.name: profile for profile in (VLLM, SGLANG, ANAPHORA_RADIX, ANAPHORA_HASH)}
 """The ready ones, by name. Make another with `dataclasses.replace`."""
