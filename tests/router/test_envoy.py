@@ -24,6 +24,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc  # 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from openai import OpenAI  # noqa: E402
 
+from anaphora.router.certificate import self_signed  # noqa: E402
 from tests.router.live_router import LiveRouter, eventually, routing  # noqa: E402
 from tests.server.live_server import LiveServer, serving_fake  # noqa: E402
 
@@ -142,6 +143,20 @@ def test_nothing_usable_is_503_and_too_much_is_413(two: Any) -> None:
     with serving_fake() as a, picking(a.url, body_limit_bytes=100) as (_, small):
         (refused,) = ask(small, headers(), body(b"x" * 101))
         assert refused.immediate_response.status.code == 413
+
+
+def test_a_certificate_of_our_own_makes_it_tls() -> None:
+    certificate, key = self_signed("localhost")
+    credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
+    with (
+        serving_fake() as a,
+        picking(a.url, ext_proc_certificate=certificate, ext_proc_key=key) as (router, address),
+        grpc.secure_channel(address.replace("127.0.0.1", "localhost"), credentials) as channel,
+    ):
+        grpc.channel_ready_future(channel).result(10)
+        stub = pb_grpc.ExternalProcessorStub(channel)
+        first, *_ = stub.Process(iter([headers(), body()]), timeout=10)
+        assert destination_of(first) in router.replicas()
 
 
 def test_fallbacks_are_named_in_order_where_asked_for(two: Any) -> None:
@@ -329,3 +344,29 @@ def test_behind_a_real_envoy_conversations_stay_where_their_prefix_is(two: Any, 
         assert large.status_code == 400, "it reached the replica, which finds it too long"
         reported = [e for e in router.app._fleet.explained.values() if e.reported_tokens]
         assert reported, "what replicas report is read from their answers"
+
+
+def test_behind_a_real_envoy_models_are_rewritten_and_conformance_headers_answered(tmp_path: Path) -> None:
+    file = tmp_path / "resources.yaml"
+    file.write_text(OBJECTIVES)
+    with (
+        serving_fake() as a,
+        serving_fake() as b,
+        picking(a.url, b.url, resources_file=file, is_conformance_test=True) as (router, address),
+        envoy(address, tmp_path) as url,
+    ):
+        asked = {"model": "chat", "prompt": "abc", "max_tokens": 2, "temperature": 0}
+        for server in (a, b, a):
+            name = server.url.removeprefix("http://")
+            told = {"test-epp-endpoint-selection": name, "x-gateway-inference-objective": "batch"}
+            answer = httpx.post(url + "/v1/completions", json=asked, headers=told)
+            assert (answer.status_code, answer.json()["model"]) == (200, "alphabet")
+            assert answer.headers["x-conformance-test-selected-endpoint"] == name
+            assert answer.headers["x-conformance-test-served-endpoint"] == name
+        for replica in router.app._fleet.replicas.values():
+            eventually(lambda replica=replica: not replica.load.inflight)
+            replica.max_running = -5
+        shed = httpx.post(url + "/v1/completions", json=asked, headers={"x-gateway-inference-objective": "batch"})
+        assert shed.status_code == 429
+        assert shed.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+        assert httpx.post(url + "/v1/completions", json=asked).status_code == 200

@@ -50,6 +50,10 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     envoy.add_argument("--ext-proc-cert", type=Path, metavar="FILE", help="TLS certificate (PEM); default: no TLS")
     envoy.add_argument("--ext-proc-key", type=Path, metavar="FILE", help="its key (PEM)")
     envoy.add_argument(
+        "--ext-proc-self-signed", action="store_true",
+        help="TLS with a certificate made at the start, which gateways of Kubernetes take from a picker",
+    )  # fmt: skip
+    envoy.add_argument(
         "--ext-proc-endpoints", type=int, default=1, metavar="N",
         help="endpoints named, the choice and its fallbacks; only override_host takes more than 1 (default: 1)",
     )  # fmt: skip
@@ -183,11 +187,20 @@ def _run(args: argparse.Namespace) -> int:
         return _fail(f"--salt-secret-file: {error}")
     if (args.ext_proc_cert is None) != (args.ext_proc_key is None):
         return _fail("--ext-proc-cert and --ext-proc-key go together", code=2)
+    if args.ext_proc_self_signed and args.ext_proc_cert is not None:
+        return _fail("--ext-proc-self-signed and --ext-proc-cert exclude each other", code=2)
+    for name in ("ext_proc_cert", "ext_proc_self_signed", "ext_proc_conformance"):
+        if getattr(args, name) and args.ext_proc is None:
+            return _fail(f"--{name.replace('_', '-')} needs --ext-proc ADDRESS", code=2)
     try:
         certificate = args.ext_proc_cert.read_bytes() if args.ext_proc_cert else None
         key = args.ext_proc_key.read_bytes() if args.ext_proc_key else None
     except OSError as error:
         return _fail(f"--ext-proc-cert, --ext-proc-key: {error}")
+    if args.ext_proc_self_signed:
+        from anaphora.router.certificate import self_signed
+
+        certificate, key = self_signed()
     options = RouteOptions(
         replicas=replicas,
         replicas_file=args.replicas_file,
