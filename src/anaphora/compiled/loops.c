@@ -263,17 +263,17 @@ static PyObject *chain(PyObject *module, PyObject *args)
     if (job.kind == PICKLE && longest > MAX_PICKLE_FRAME)
         Py_RETURN_NONE;
 
-    void (*run)(const chain_job *, uint8_t *, uint8_t *) = job.kind == BLAKE2B ? chain_blake2b : chain_sha256;
+    void (*chain_all)(const chain_job *, uint8_t *, uint8_t *) = job.kind == BLAKE2B ? chain_blake2b : chain_sha256;
     uint8_t *digests = PyMem_Malloc((size_t)(num_blocks + 1) * DIGEST_BYTES + longest);
     if (!digests)
         return PyErr_NoMemory();
     uint8_t *message = digests + (num_blocks + 1) * DIGEST_BYTES;
     memcpy(digests, PyBytes_AS_STRING(parent), DIGEST_BYTES);
     if (job.ids.size < LONG_CHAIN_BYTES) {
-        run(&job, message, digests);
+        chain_all(&job, message, digests);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        run(&job, message, digests);
+        chain_all(&job, message, digests);
         Py_END_ALLOW_THREADS
     }
     PyObject *list = to_list(digests + DIGEST_BYTES, num_blocks);
