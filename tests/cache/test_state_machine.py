@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from anaphora import KVCacheManager, Namespace, Sequence
-from anaphora.cache.events import DEVICE, Mirror
+from anaphora.cache.events import DEVICE, HOST, Mirror
 from anaphora.cache.eviction import EvictionPolicy, Tlru
 from anaphora.cache.retention import Retention
+from anaphora.cache.transfers import Transfer
 from anaphora.identity import BlockDigests
 from anaphora.tokens import TOKEN_BYTES
 from tests.cache.paged_memory import PagedMemory, fingerprint
@@ -38,6 +39,7 @@ class CacheMachine(RuleBasedStateMachine):
     window_retention: int | None = None
     match_unit: int | None = None
     eviction: str | EvictionPolicy = "lru"
+    host_blocks = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
             windows=self.windows,
             window_retention=self.window_retention,
             match_unit=self.match_unit,
+            host_blocks=self.host_blocks,
             clock=lambda: self.now_s,
             events=True,
             measure_residency=True,
@@ -83,16 +86,24 @@ class CacheMachine(RuleBasedStateMachine):
         before = fingerprint(self.manager)
         num_needed = -(-(expected_hit + num_tokens) // self.block_size) - len(sequence.block_table)
         if self.manager.allocate(sequence, num_tokens):
-            for source, target in self.manager.take_copies():
-                self.memory.pages[target] = self.memory.pages[source]
-                self.copied[target] = source
+            if not self.host_blocks:  # transfers of a host tier wait for the next step that computes
+                self.transfer()
+            self.note_copies(self.manager._transfers.pending())
             assert sequence.num_computed_tokens == expected_hit
             if not was_running:
-                self.memory.verify(sequence)
+                self.memory.foresee().verify(sequence)
                 self.tables[sequence] = []
         else:
             assert fingerprint(self.manager) == before
             assert num_needed > 0 or sequence in self.manager._copies.forked
+
+    def transfer(self) -> None:
+        transfers = self.manager.take_transfers()
+        self.memory.transfer(transfers)
+        self.note_copies(transfers)
+
+    def note_copies(self, transfers: list[Transfer]) -> None:
+        self.copied |= {target: source for kind, pairs in transfers if kind == "copy" for source, target in pairs}
 
     def lookup(self, sequence: Sequence) -> int:
         if not sequence.read_cache:
@@ -107,9 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         possible = min(sequence.num_tokens, slots) - sequence.num_computed_tokens
         if possible and not self.manager.allocate(sequence, 1):
             return  # its last block is shared, and there is none to copy it to
-        for source, target in self.manager.take_copies():
-            self.memory.pages[target] = self.memory.pages[source]
-            self.copied[target] = source
+        self.transfer()
         num_tokens = possible * share // 4
         self.memory.compute(sequence, num_tokens)
         self.note_published(sequence)
@@ -198,7 +207,9 @@ class CacheMachine(RuleBasedStateMachine):
         ):
             possible += self.block_size
         assert found <= possible
-        if self.manager.stats().evicted_blocks == 0 and not self.forgotten and self.window_retention is None:
+        stats = self.manager.stats()
+        num_lost = stats.host_evicted_blocks if self.host_blocks else stats.evicted_blocks
+        if num_lost == 0 and not self.forgotten and self.window_retention is None:
             assert found == possible
 
     def running(self) -> list[Sequence]:
@@ -209,12 +220,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.check()
         self.mirror.apply(self.manager.take_events())
         stored = Counter((digest, group, DEVICE) for digest, group in self.manager._index.stored())
+        if self.manager._host is not None:
+            stored.update((digest, 0, HOST) for digest in self.manager._host.stored())
         assert self.mirror.blocks == stored
+        ahead = self.memory.foresee()
+        ahead.verify_host()
         running = self.running()
         held = {block for sequence in running for table in sequence.block_tables for block in table if block}
         assert len(held) <= self.num_blocks - self.manager.num_free_blocks
         for sequence in running:
-            self.memory.verify(sequence)
+            ahead.verify(sequence)
             seen = self.tables[sequence]
             self.tables[sequence] = [list(table) for table in sequence.block_tables]
             if not seen:
@@ -335,6 +350,51 @@ class TinyHashPoolMachine(HashMachine):
     num_blocks = 4
 
 
+class HostMachine(TinyPoolMachine):
+    host_blocks = 24
+
+    @rule()
+    def fail(self) -> None:
+        """Transfers fail: whoever lacks what they were to bring ends, and nobody finds it again."""
+        transfers = self.manager.take_transfers()
+        lacking = self.manager.fail_transfers(transfers)
+        self.forgotten |= bool(transfers)
+        for kind, pairs in transfers:
+            for _, target in pairs:
+                (self.memory.host if kind == "save" else self.memory.pages)[target] = (NAMESPACES[0], b"lost")
+        for sequence in self.running():
+            if not lacking.isdisjoint(sequence.block_table):
+                self.live.remove(sequence)
+                self.manager.abort(sequence)
+
+
+class SmallHostMachine(HostMachine):
+    num_blocks = 6
+    host_blocks = 3
+
+
+class TinyHostMachine(HostMachine):
+    host_blocks = 1
+
+
+class HashHostMachine(HostMachine):
+    kind = "hash"
+
+
+class ForgedHashHostMachine(SmallHostMachine):
+    kind = "hash"
+    digests = CollidingDigests()
+
+
+class FineHostMachine(SmallHostMachine):
+    block_size = 4
+    match_unit = 2
+
+
+class AdaptiveQuotaHostMachine(SmallHostMachine, AdaptiveQuotaMachine):
+    pass
+
+
 SETTINGS = settings(max_examples=200, stateful_step_count=50, deadline=None)
 MACHINES = (
     CacheMachine,
@@ -358,6 +418,13 @@ MACHINES = (
     HybridMachine,
     SparseHybridMachine,
     TinyHybridMachine,
+    HostMachine,
+    SmallHostMachine,
+    TinyHostMachine,
+    HashHostMachine,
+    ForgedHashHostMachine,
+    FineHostMachine,
+    AdaptiveQuotaHostMachine,
 )
 
 

@@ -7,6 +7,7 @@ from anaphora.cache.manager import KVCacheManager
 from anaphora.cache.retention import Retention
 from anaphora.cache.sequence import Sequence
 from anaphora.cache.stats import CacheStats
+from anaphora.cache.transfers import Transfer
 
 __all__ = [
     "AllBlocksCleared",
@@ -21,4 +22,5 @@ __all__ = [
     "Mirror",
     "Retention",
     "Sequence",
+    "Transfer",
 ]

@@ -9,30 +9,26 @@ if TYPE_CHECKING:
 
     from anaphora.cache.index import PrefixIndex
     from anaphora.cache.sequence import Sequence
+    from anaphora.cache.transfers import Transfers
 
 
 class Copies:
-    """The copies that wait for the next step, and the sequences that may still come to need one.
+    """Who needs a copy of a block, and the sequences that may still come to need one.
 
     A block that is not full can have several holders after a fork. Who writes into it first takes a block of its own.
 
     forked: holders that may share a block which is not full.
     """
 
-    def __init__(self, index: PrefixIndex, block_size: int) -> None:
+    def __init__(self, index: PrefixIndex, block_size: int, transfers: Transfers) -> None:
         self.forked: set[Sequence] = set()
         self._index = index
         self._block_size = block_size
-        self._waiting: list[tuple[int, int]] = []
+        self._transfers = transfers
 
     def add(self, source: int, target: int) -> None:
         """One block's content is needed in another."""
-        self._waiting.append((source, target))
-
-    def take(self) -> list[tuple[int, int]]:
-        """Return the (from, to) pairs in order; then forget them."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        self._transfers.add("copy", source, target)
 
     def shared_tails(self, sequence: Sequence) -> list[int]:
         """Return the layer groups whose block for the next token is not empty, not full, and somebody else's too."""

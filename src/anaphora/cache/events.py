@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEVICE = "GPU"
 """The medium of the engine's own blocks, by the name that vLLM gives it on every backend."""
+HOST = "CPU"
+"""The medium of blocks in host memory, by vLLM's name."""
 
 
 @dataclass(frozen=True, slots=True)

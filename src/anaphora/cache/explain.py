@@ -9,6 +9,7 @@ from anaphora.cache.index import longest_part
 from anaphora.tokens import TOKEN_BYTES, unpack
 
 if TYPE_CHECKING:
+    from anaphora.cache.host_tier import HostTier
     from anaphora.cache.index import Hit, PrefixIndex
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
@@ -43,6 +44,7 @@ class Explanation:
     prompt_token, cached_token: diverged: what stands there in the prompt, and in the cache.
     num_below_block: tokens before `position` that are equal but lie in a block that is not.
     elsewhere: other namespaces that would serve more, most first.
+    num_host_tokens: of the cached tokens those in host memory, after those on the device.
     """
 
     num_tokens: int
@@ -53,24 +55,33 @@ class Explanation:
     cached_token: int | None = None
     num_below_block: int = 0
     elsewhere: tuple[Elsewhere, ...] = ()
+    num_host_tokens: int = 0
 
 
-def explain(index: PrefixIndex, sequence: Sequence, hit: Hit, num_cached_tokens: int, block_size: int) -> Explanation:
-    """Explain the hit of a sequence that has not been admitted. Changes nothing.
+def explain(
+    index: PrefixIndex, host: HostTier | None, sequence: Sequence, hit: Hit, num_cached_tokens: int, block_size: int
+) -> Explanation:
+    """Explain the hit of a sequence that has not been admitted, and has been looked up. Changes nothing.
 
     Cost: a lookup in each namespace, and what the index remembers of evictions.
     """
-    num_blocks = hit.num_blocks
+    num_host_blocks = 0 if host is None else len(sequence.host_blocks)
+    num_blocks = hit.num_blocks + num_host_blocks
     rest = sequence.tokens[num_blocks * block_size * TOKEN_BYTES :][: block_size * TOKEN_BYTES]
     elsewhere = _elsewhere(index, sequence, num_blocks, block_size)
-    branches = list(index.continuations(sequence, hit))
+    if host is not None and num_host_blocks:
+        branches = list(host.continuations(sequence, num_blocks))
+        was_evicted = host.was_evicted(sequence, num_blocks)
+    else:
+        branches = list(index.continuations(sequence, hit))
+        was_evicted = index.was_evicted(sequence, hit)
     block, num_equal = longest_part(rest, branches, 1)
     position = num_blocks * block_size + num_equal
     prompt_token = cached_token = None
     reason: Reason
     if num_cached_tokens >= (sequence.num_tokens - 1) // block_size * block_size:
         reason = "complete"
-    elif index.was_evicted(sequence, hit):
+    elif was_evicted:
         reason = "evicted"
     elif branches and num_equal * TOKEN_BYTES == len(rest):
         reason = "below_block"
@@ -91,6 +102,7 @@ def explain(index: PrefixIndex, sequence: Sequence, hit: Hit, num_cached_tokens:
         cached_token=cached_token,
         num_below_block=max(0, position - num_cached_tokens),
         elsewhere=elsewhere,
+        num_host_tokens=num_host_blocks * block_size,
     )
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from anaphora.cache.run import Root, Run
 
 if TYPE_CHECKING:
+    from anaphora.cache.prefix import Prefix
     from anaphora.cache.run_trie import RunTrie
     from anaphora.cache.segments import BlockContent
-    from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
 
 
@@ -78,7 +78,7 @@ class Ghosts:
         while self._size > self._limit and len(self._stretches) > 1:
             self._size -= self._stretches.popleft().size
 
-    def has(self, sequence: Sequence, run: Run | None, num_blocks: int) -> bool:
+    def has(self, sequence: Prefix, run: Run | None, num_blocks: int) -> bool:
         """Whether the block after a sequence's first `num_blocks`, which end in `run`, is among them."""
         width = self._width
         for stretch in self._stretches:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.host_tier import HostTier
+    from anaphora.cache.prefix import Prefix
     from anaphora.cache.quota_lanes import QuotaLane
     from anaphora.cache.residency import Residency
     from anaphora.cache.sequence import Sequence
@@ -112,7 +114,7 @@ class HashIndex:
 
     # -- finding and holding ---------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, max_blocks: int) -> Hit:
+    def find(self, sequence: Prefix, max_blocks: int) -> Hit:
         """Walk down the known prefixes for as long as every full-attention group has them cached, then shorten to what
         every window group can serve. `where` is a `Found`, None where nothing is found."""
         root = self._trie.roots.get(sequence.namespace)
@@ -262,6 +264,10 @@ class HashIndex:
         if excess:
             self._evict(excess)
             self._free.prepend(excess)
+
+    def spill_to(self, host: HostTier) -> None:
+        """Evicted blocks go there."""
+        self._named.host = host
 
     # -- learning --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from anaphora.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
+    from anaphora.cache.host_tier import HostTier
+    from anaphora.cache.prefix import Prefix
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
 
@@ -95,7 +97,7 @@ class PrefixIndex(Protocol):
         (cached blocks only). Changes nothing. Cost: O(nodes, or blocks, that they hold)."""
         ...
 
-    def find(self, sequence: Sequence, max_blocks: int) -> Hit:
+    def find(self, sequence: Prefix, max_blocks: int) -> Hit:
         """Return the longest known prefix, at most `max_blocks` long. Changes nothing, not even recency."""
         ...
 
@@ -131,6 +133,10 @@ class PrefixIndex(Protocol):
 
     def take(self, num_blocks: int) -> array[int]:
         """Hand out blocks for a sequence's table, evicting as needed. The caller checked `num_available`."""
+        ...
+
+    def spill_to(self, host: HostTier) -> None:
+        """Let a host tier have every block that is evicted from now on, while its content is still there."""
         ...
 
     def insert(self, sequence: Sequence, num_blocks: int) -> None:

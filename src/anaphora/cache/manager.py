@@ -18,6 +18,7 @@ from anaphora.cache.events import require_names
 from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
+from anaphora.cache.host_tier import HostTier
 from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, find_part, require
 from anaphora.cache.options import check_options
 from anaphora.cache.radix_index import RadixIndex
@@ -26,17 +27,20 @@ from anaphora.cache.retention import Retention, RetentionBook
 from anaphora.cache.segments import Segments
 from anaphora.cache.sequence import NO_BLOCKS, Sequence
 from anaphora.cache.stats import CacheStats
+from anaphora.cache.transfers import Transfers
 from anaphora.cache.windows import Windows
 from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace, validate_media
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.options import IndexKind
+    from anaphora.cache.transfers import Transfer
 
 
 class KVCacheManager:
@@ -61,6 +65,8 @@ class KVCacheManager:
             or a prefix shared with another needs, n those needed at every n tokens too.
         max_retained_share: how much of the pool `retain` may keep, 0 to 1.
         measure_residency: whether to keep the times of blocks, for `residency`.
+        host_blocks: blocks of host memory for what the device evicts, to be found again and brought back; then the
+            engine runs `take_transfers`. Their ids are 1 .. host_blocks. Needs one layer group with full attention.
         clock: seconds from any origin, never going back; times to live are measured by it.
         events: whether to record what becomes findable and what no longer is, for `take_events`.
 
@@ -84,10 +90,11 @@ class KVCacheManager:
         window_retention: int | None = None,
         max_retained_share: float = 0.5,
         measure_residency: bool = False,
+        host_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.match_unit = block_size if match_unit is None else match_unit
-        check_options(num_blocks, block_size, index, digests, self.match_unit, max_retained_share, clock)
+        check_options(num_blocks, block_size, index, digests, self.match_unit, max_retained_share, host_blocks, clock)
         self.num_blocks = num_blocks
         self.block_size = block_size
         policy = resolve_policy(eviction, block_size, clock)
@@ -106,7 +113,14 @@ class KVCacheManager:
             num_blocks, block_size, self._digests, self._events, self._windows, policy, self._residency
         )
         self._retained = RetentionBook(self._index, self._num_groups, int(num_blocks * max_retained_share), clock)
-        self._copies = Copies(self._index, block_size)
+        self._transfers = Transfers()
+        self._copies = Copies(self._index, block_size, self._transfers)
+        self._host: HostTier | None = None
+        if host_blocks:
+            if not self._windows.is_plain:
+                raise ValueError("host_blocks: several layer groups, or windows, have no host tier; leave it out")
+            self._host = HostTier(host_blocks, block_size, self._digests, self._events, self._transfers)
+            self._index.spill_to(self._host)
         self._stats = CacheStats()
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
@@ -198,18 +212,24 @@ class KVCacheManager:
             self._retained.expire()
         hit: Hit = sequence.hit if sequence.hit_version == index.version else self._find(sequence)
         block_size = self.block_size
+        host = self._host
+        host_blocks = NO_BLOCKS if host is None else sequence.host_blocks
         part_of = num_part_tokens = 0
-        if self._hits_parts:
+        if self._hits_parts and not host_blocks:
             part_of, num_part_tokens = find_part(index, sequence, hit, block_size, self.match_unit)
         num_hit_blocks = hit.num_blocks
-        missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups
+        missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups + len(host_blocks)
         if missing > index.num_available - hit.num_unpinned:
             if not self._retained.give_way(missing, hit):
                 return False
+            if host is not None:
+                return self._admit(sequence, num_tokens)
             hit = self._find(sequence)
         sequence.open_tables(self._num_groups)
         index.pin(sequence, hit)
-        if missing:
+        if host is not None and host_blocks:
+            num_hit_blocks = self._load(host, sequence, host_blocks, missing)
+        elif missing:
             sequence.extend_tables(index.take(missing))
         sequence.part_of = part_of
         if part_of:
@@ -223,13 +243,28 @@ class KVCacheManager:
             stats.preempted_requests += 1
             stats.preempted_queries += sequence.num_tokens
             stats.preempted_hits += num_hit_tokens
+            if host_blocks:
+                stats.preempted_host_hits += len(host_blocks) * block_size
         else:
             sequence.was_admitted = True
             sequence._num_cached_tokens = num_hit_tokens
             stats.requests += 1
             stats.queries += sequence.num_tokens
             stats.hits += num_hit_tokens
+            if host_blocks:
+                stats.host_hits += len(host_blocks) * block_size
         return True
+
+    def _load(self, host: HostTier, sequence: Sequence, host_blocks: array[int], num_new: int) -> int:
+        """Take `num_new` blocks for a pinned sequence, the first of them for what host memory has of it, which can be
+        found on the device from here on. Return how many blocks it has been served."""
+        num_device = len(sequence.block_table)
+        num_served = num_device + len(host_blocks)
+        host.hold(host_blocks)
+        sequence.extend_tables(self._index.take(num_new))
+        host.load(host_blocks, sequence.block_table[num_device:num_served])
+        self._index.insert(sequence, num_served)
+        return num_served
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the next `num_tokens` tokens is in the blocks now: those that became full can be shared.
@@ -304,8 +339,30 @@ class KVCacheManager:
         return child
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the (from, to) block pairs to copy, in this order, before the next step computes; then forget them."""
-        return self._copies.take()
+        """Return the (from, to) block pairs to copy, in this order, before the next step computes; then forget them.
+
+        Raises ValueError with a host tier: then copies are among the transfers, in an order that matters.
+        """
+        if self._host is not None:
+            raise ValueError("take_copies: with host_blocks, copies are among what take_transfers returns")
+        return [pair for transfer in self._transfers.take() for pair in transfer.pairs]
+
+    def take_transfers(self) -> list[Transfer]:
+        """Return what to move between pages, in this order, before the next step computes; then forget it.
+
+        Copies, and with a host tier what is saved to host blocks and loaded from them. If moving it fails,
+        `fail_transfers`.
+        """
+        return self._transfers.take()
+
+    def fail_transfers(self, transfers: Iterable[Transfer]) -> set[int]:
+        """These have not been made, or not all of them: nothing that they were to bring is found again. Return the
+        blocks that lack their content; their holders can only be aborted."""
+        blocks = {target for kind, pairs in transfers if kind != "save" for _, target in pairs}
+        if self._host is not None:
+            self._host.forget_blocks(target for kind, pairs in transfers if kind == "save" for _, target in pairs)
+        self.evict_blocks(blocks)
+        return blocks
 
     def retain(
         self,
@@ -339,7 +396,9 @@ class KVCacheManager:
             raise _foreign()
         hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self._find(sequence)
         num_tokens = hit.num_blocks * self.block_size
-        if self._hits_parts:
+        if self._host is not None and sequence.host_blocks:
+            num_tokens += len(sequence.host_blocks) * self.block_size
+        elif self._hits_parts:
             num_tokens += find_part(self._index, sequence, hit, self.block_size, self.match_unit)[1]
         return num_tokens
 
@@ -349,7 +408,7 @@ class KVCacheManager:
         """Say where the match of a prompt ends now, and why. Changes nothing. Cost: a lookup in every namespace."""
         sequence = self.start(token_ids, namespace, media=media)
         num_cached = self.lookup(sequence)
-        return explain(self._index, sequence, sequence.hit, num_cached, self.block_size)
+        return explain(self._index, self._host, sequence, sequence.hit, num_cached, self.block_size)
 
     def block_digests(self, sequence: Sequence) -> list[bytes]:
         """Return the names of a running sequence's computed full blocks, in order. Cost: a digest for each block of a
@@ -383,6 +442,16 @@ class KVCacheManager:
         return self._index.num_cached
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory, 0 without a host tier."""
+        return 0 if self._host is None else self._host.num_blocks
+
+    @property
+    def num_cached_host_blocks(self) -> int:
+        """Those of them that hold something."""
+        return 0 if self._host is None else self._host.num_cached
+
+    @property
     def usage(self) -> float:
         """Share of the pool that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
@@ -391,6 +460,10 @@ class KVCacheManager:
         """Return the counters as they stand."""
         stats = self._stats.copy()
         stats.evicted_blocks = self._index.num_evicted_blocks
+        if self._host is not None:
+            stats.saved_blocks = self._host.num_saved
+            stats.loaded_blocks = self._host.num_loaded
+            stats.host_evicted_blocks = self._host.num_evicted
         return stats
 
     @property
@@ -413,6 +486,8 @@ class KVCacheManager:
             require(sequence.num_computed_tokens <= num_slots, "more computed than allocated")
             require(sequence.num_indexed_blocks <= sequence.num_computed_tokens // self.block_size, "found too early")
         self._index.check()
+        if self._host is not None:
+            self._host.check(self._index)
 
     def set_quota(self, namespace: Namespace, max_blocks: int | None) -> None:
         """Bound what stays cached under a namespace when nobody holds it; None for no bound.
@@ -433,6 +508,9 @@ class KVCacheManager:
         if len(self._index.holders) > len(self._retained.holders):
             return False
         self._retained.release_all()
+        if self._host is not None:
+            self._host.clear()
+            self._transfers.clear()
         self._index.clear()
         return True
 
@@ -459,6 +537,8 @@ class KVCacheManager:
         self._retained.release_all()
         for sequence in self._index.holders:
             sequence.publishes = False
+        if self._host is not None:
+            self._host.clear()
         self._index.forget(None)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -475,7 +555,12 @@ class KVCacheManager:
         # At least one token is left to compute, or there would be no logits to go on from.
         max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
         hit = index.find(sequence, max_blocks)
-        if sequence.recomputes_last_block and hit.num_blocks:
+        host_blocks = NO_BLOCKS
+        if self._host is not None:
+            host_blocks = sequence.host_blocks = self._host.find(sequence, hit.num_blocks, max_blocks)
+        if sequence.recomputes_last_block and host_blocks:
+            host_blocks.pop()
+        elif sequence.recomputes_last_block and hit.num_blocks:
             hit = index.find(sequence, hit.num_blocks - 1)
         sequence.hit = hit
         sequence.hit_version = index.version

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from anaphora.cache.events import AllBlocksCleared, BlockRemoved
 from anaphora.cache.ghosts import Ghosts
 from anaphora.cache.index import NUM_GHOSTS, require
-from anaphora.cache.run_trie import RunTrie
+from anaphora.cache.run_trie import RunTrie, extending
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anaphora.cache.events import Event
+    from anaphora.cache.host_tier import HostTier
     from anaphora.cache.residency import Residency
     from anaphora.cache.run import Run
     from anaphora.cache.windows import Windows
@@ -40,6 +41,8 @@ class NamedBlocks:
         self._has_groups = windows.num_groups > 1
         self._has_windows = bool(windows.window_groups)
         self._residency = residency
+        self.host: HostTier | None = None
+        """Where blocks go that are evicted."""
         self._positions = [0] * (num_blocks + 1)
         self._groups = bytearray(num_blocks + 1)
 
@@ -81,10 +84,23 @@ class NamedBlocks:
             if self._residency is not None:
                 for block in leaving:
                     self._residency.evicted(block, 1)
+            if self.host is not None and (run.copies is None or (0, end - 1) not in run.copies):
+                self._save(self.host, run, end, leaving)
             self._unname(run, leaving)
             num_evicted += num_alike
             done += num_alike
         return num_evicted
+
+    def _save(self, host: HostTier, run: Run, end: int, leaving: array[int]) -> None:
+        """Let host memory have the blocks up to `end`, which are leaving last first."""
+        first = end - len(leaving)
+        names: list[bytes] = []
+        parent = None
+        if self._events is not None:
+            names = self._trie.names(run, end)[first:end]
+            above, at = self._trie.place(run, run.depth + first)
+            parent = self._trie.names(above, at)[at - 1] if at else None
+        host.save(self._trie.prefix_of(run, end), leaving[::-1], names, parent)
 
     def _num_alike(self, run: Run, blocks: array[int], start: int) -> int:
         """How many blocks from `start` on are those that the run serves at descending positions; at least 1."""
@@ -123,14 +139,16 @@ class NamedBlocks:
 
         Return the blocks that had a name, and per run the first position that is no longer the way to anything."""
         forgotten = [(run, self._positions[block], block) for block in blocks if (run := self.runs[block]) is not None]
+        if self.host is not None:
+            for run, position, _ in forgotten:
+                self.host.forget(self._trie.prefix_of(run, position + 1))
         for run, _, block in forgotten:
             self._forget(run, block)
         gone = [block for _, _, block in forgotten]
         if keeps_orphans:
             return gone, {}
-        lost = _extending((run, position) for run, position, _ in forgotten if not run.is_cached(position))
-        extending = [(part, block) for part, first in lost.items() for block in part.blocks_from(first)]
-        for part, block in extending:
+        lost = extending((run, position) for run, position, _ in forgotten if not run.is_cached(position))
+        for part, block in [(run, block) for run, first in lost.items() for block in run.blocks_from(first)]:
             self._forget(part, block)
             gone.append(block)
         return gone, lost
@@ -171,16 +189,3 @@ class NamedBlocks:
                 require(self.is_at(block, run, position), "a block stands elsewhere than it says")
                 require(self._groups[block] == group, "a block is another group's")
         require(num_named == sum(run is not None for run in self.runs), "a named block is in no run")
-
-
-def _extending(places: Iterable[tuple[Run, int]]) -> dict[Run, int]:
-    """Return per run the first position from which on it is one of these places or extends one."""
-    firsts: dict[Run, int] = {}
-    stack = list(places)
-    while stack:
-        run, first = stack.pop()
-        if run in firsts and firsts[run] <= first:
-            continue
-        firsts[run] = first
-        stack.extend((kid, 0) for position, kids in run.kids.items() if position > first for kid in kids.values())
-    return firsts

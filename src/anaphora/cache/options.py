@@ -19,12 +19,15 @@ def check_options(
     digests: BlockDigests | None,
     match_unit: int,
     max_retained_share: float,
+    host_blocks: int,
     clock: object,
 ) -> None:
     """Raise ValueError or TypeError that names the first option that is not allowed, and what is."""
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if value.__class__ is not int or not 1 <= value <= MAX_BLOCK_ID:
             raise ValueError(f"{name}: expected a positive integer that fits int32, got {value!r}")
+    if host_blocks.__class__ is not int or not 0 <= host_blocks <= MAX_BLOCK_ID:
+        raise ValueError(f"host_blocks: expected an integer that fits int32, 0 or more, got {host_blocks!r}")
     if not callable(clock):
         raise ValueError(f"clock: expected a function that returns seconds, got {clock!r}")
     if not isinstance(max_retained_share, (int, float)) or not 0 <= max_retained_share <= 1:

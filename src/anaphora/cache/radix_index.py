@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
+    from anaphora.cache.host_tier import HostTier
     from anaphora.cache.index import Hit
     from anaphora.cache.node import Key, LruOrder, Node
+    from anaphora.cache.prefix import Prefix
     from anaphora.cache.residency import Residency
     from anaphora.cache.segments import Label
     from anaphora.cache.sequence import Sequence
@@ -70,6 +72,7 @@ class RadixIndex:
         self._duplicates = Duplicates(self._replace_blocks)
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
+        self._host: HostTier | None = None
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -103,7 +106,7 @@ class RadixIndex:
 
     # -- finding and holding ---------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, max_blocks: int) -> Hit:
+    def find(self, sequence: Prefix, max_blocks: int) -> Hit:
         """Walk down from the lane's root. `where` is the last node reached, None where nothing is found."""
         return self._tree.match(sequence.tokens, sequence.namespace, max_blocks, sequence.segments)
 
@@ -226,6 +229,22 @@ class RadixIndex:
         blocks = blank[cut:]
         del blank[cut:]
         return blocks
+
+    def spill_to(self, host: HostTier) -> None:
+        """Evicted blocks go there."""
+        self._host = host
+        self._tree.on_evict = self._save
+
+    def _save(self, node: Node, first: int) -> None:
+        assert self._host is not None
+        names: list[bytes] = []
+        parent = None
+        if self._events is not None:
+            digests = node.digests or []
+            above = node.parent.digests if node.parent else None
+            names = digests[first:]
+            parent = digests[first - 1] if first else above[-1] if above else None
+        self._host.save(self._tree.prefix_of(node, len(node.blocks)), node.blocks[first:], names, parent)
 
     def _on_leave(self, node: Node, first: int) -> None:
         assert self._events is not None
@@ -396,6 +415,8 @@ class RadixIndex:
                 if first is None:
                     above.append(node)
                     continue
+                if self._host is not None:
+                    self._host.forget(self._tree.prefix_of(node, first + 1))
                 cut_off = self._tree.cut_off(node, first, self._blank)
                 if cut_off:
                     self._let_go(cut_off)

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from anaphora.cache.eviction import make_order
 from anaphora.cache.index import NO_HIT, NUM_GHOSTS, Hit, require
 from anaphora.cache.node import Node, Root
+from anaphora.cache.prefix import Prefix
+from anaphora.cache.segments import Segments
 from anaphora.tokens import TOKEN_BYTES, Buffer
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from anaphora.cache.eviction import EvictionPolicy
     from anaphora.cache.node import Key, LruOrder
     from anaphora.cache.residency import Residency
-    from anaphora.cache.segments import Label, Segments
+    from anaphora.cache.segments import Label
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
 
@@ -65,6 +67,8 @@ class RadixTree:
         self.order = make_order(policy)
         """Unpinned nodes of the lanes without a quota."""
         self.residency = residency
+        self.on_evict: Callable[[Node, int], None] | None = None
+        """Told of the blocks of a node, from a position on, that are about to be evicted."""
         self._policy = policy
         self.quotas: dict[Namespace, LruOrder] = {}
         """The orders of the lanes that have one of their own."""
@@ -257,6 +261,8 @@ class RadixTree:
                 order.evicted(node, num_left)
             if self._on_leave is not None:
                 self._on_leave(node, num_left)
+            if self.on_evict is not None:
+                self.on_evict(node, num_left)
             if self.residency is not None:
                 self.residency.evicted(node, size - num_left, is_whole=not num_left)
             if num_left:
@@ -283,6 +289,21 @@ class RadixTree:
     def tokens_of(self, node: Node) -> bytes:
         """Return the tokens of a node's blocks."""
         return bytes(node.key[: len(node.blocks) * self.width])
+
+    def prefix_of(self, node: Node, num_blocks: int) -> Prefix:
+        """Return all up to a node's first `num_blocks` blocks. Cost: O(nodes) + one memcpy."""
+        path = node.path()
+        root = path[0].parent
+        assert isinstance(root, Root)
+        tokens = b"".join(map(self.tokens_of, path))[: (node.depth + num_blocks) * self.width]
+        labels = [part.label for part in path]
+        if all(isinstance(label, bytes) for label in labels):
+            return Prefix(tokens, root.namespace)
+        pieces = [
+            (len(part.blocks), None if isinstance(label, bytes) else label[1])
+            for part, label in zip(path, labels, strict=True)
+        ]
+        return Prefix(tokens, root.namespace, Segments.joined(pieces))
 
     def cut_off(self, node: Node, num_blocks: int, blank: array[int]) -> dict[Node, None]:
         """Take everything after a node's first `num_blocks` blocks out of the tree, the blocks of unpinned nodes to

@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from anaphora.cache.index import require
+from anaphora.cache.prefix import Prefix
 from anaphora.cache.run import NONE, Root, Run
+from anaphora.cache.segments import Segments
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from collections.abc import Sequence as SequenceOf
 
     from anaphora.cache.segments import Label
-    from anaphora.cache.sequence import Sequence
     from anaphora.identity import BlockDigests, Media, Namespace
 
 
@@ -60,7 +61,7 @@ class RunTrie:
         content = run.content_at(position)
         return tokens if content is None else (tokens, content)
 
-    def walk(self, sequence: Sequence, run: Run, at: int, last: int) -> list[Span]:
+    def walk(self, sequence: Prefix, run: Run, at: int, last: int) -> list[Span]:
         """Follow a sequence's blocks `at` .. `last` - 1 from a place on, for as long as they are known, cached or not.
         Changes nothing."""
         spans: list[Span] = []
@@ -88,7 +89,7 @@ class RunTrie:
             run, position = kid, 0
         return spans
 
-    def add(self, sequence: Sequence, run: Run, at: int, last: int) -> list[Span]:
+    def add(self, sequence: Prefix, run: Run, at: int, last: int) -> list[Span]:
         """Make a sequence's blocks `at` .. `last` - 1 known, of which not even the first is, below a place. The caller
         fills the columns, all of the same length.
 
@@ -123,6 +124,20 @@ class RunTrie:
         while run.parent is not None and run.depth >= depth:
             run = run.parent
         return run, depth - run.depth
+
+    def prefix_of(self, run: Run, position: int) -> Prefix:
+        """Return all that is before a place. Cost: O(runs) + one memcpy."""
+        namespace = self._namespace(run)
+        path: list[tuple[Run, int]] = []
+        while run.parent is not None:
+            path.append((run, position))
+            position = run.depth - run.parent.depth
+            run = run.parent
+        path.reverse()
+        tokens = b"".join(bytes(memoryview(run.key)[: end * self.width]) for run, end in path)
+        if all(run.content is None for run, _ in path):
+            return Prefix(tokens, namespace)
+        return Prefix(tokens, namespace, Segments.joined((end, run.content) for run, end in path))
 
     # -- what is of no use -----------------------------------------------------------------------------------------
 
@@ -279,3 +294,16 @@ def _end_of_cached(column: array[int], least: int) -> int:
             return start - (-len(rest) // column.itemsize)
         end, size = start, size * 4
     return least
+
+
+def extending(places: Iterable[tuple[Run, int]]) -> dict[Run, int]:
+    """Return per run the first position from which on it is one of these places or extends one."""
+    firsts: dict[Run, int] = {}
+    stack = list(places)
+    while stack:
+        run, first = stack.pop()
+        if run in firsts and firsts[run] <= first:
+            continue
+        firsts[run] = first
+        stack.extend((kid, 0) for position, kids in run.kids.items() if position > first for kid in kids.values())
+    return firsts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from anaphora.identity import DEFAULT_NAMESPACE, extra_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from anaphora.identity import EmbedsKey, Media, MediaKey
 
@@ -58,6 +58,21 @@ class Segments:
                 self._open(first + position, content)
             expected = content.after(1) if content else None
         self._open(last, None)
+
+    @classmethod
+    def joined(cls, pieces: Iterable[tuple[int, BlockContent | None]]) -> Segments | None:
+        """Return the segments of a prefix made of pieces, each so many blocks that lie in the same media as its first
+        one does; None if there is no media at all."""
+        segments = cls.__new__(cls)
+        segments._starts, segments._contents = [], []
+        position, expected = 0, None
+        for num_blocks, content in pieces:
+            if not position or content != expected or (content and content.embeds):
+                segments._open(position, content)
+            position += num_blocks
+            expected = content and content.after(num_blocks)
+        segments._open(position, None)
+        return segments if any(segments._contents) else None
 
     def _open(self, block: int, content: BlockContent | None) -> None:
         if self._starts and self._starts[-1] == block:

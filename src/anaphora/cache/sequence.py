@@ -6,10 +6,11 @@ from array import array
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from anaphora.cache.prefix import Prefix
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from anaphora.cache.segments import Label, Segments
+    from anaphora.cache.segments import Segments
     from anaphora.identity import Media, Namespace
 
 State = Literal["waiting", "running", "preempted", "finished"]
@@ -28,7 +29,7 @@ class Manager(Protocol):
         ...
 
 
-class Sequence:
+class Sequence(Prefix):
     """The handle that `KVCacheManager.start` returns. Read its attributes; only the manager changes them.
 
     tokens: packed int32 ids, prompt and generated ones. bytes until the first append, then a bytearray.
@@ -44,11 +45,11 @@ class Sequence:
         "block_tables",
         "hit",
         "hit_version",
+        "host_blocks",
         "index_state",
         "is_counted",
         "manager",
         "media",
-        "namespace",
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_prompt_tokens",
@@ -59,9 +60,7 @@ class Sequence:
         "publishes",
         "read_cache",
         "recomputes_last_block",
-        "segments",
         "state",
-        "tokens",
         "was_admitted",
         "write_cache",
     )
@@ -69,6 +68,8 @@ class Sequence:
     # What has no value before the first lookup, and the first admission.
     hit: Any
     """The last lookup."""
+    host_blocks: array[int]
+    """Where it goes on in host memory, if the manager has such a tier."""
     publishes: bool
     """Whether what it commits becomes findable: as asked, until something that it builds on has been forgotten."""
     num_shared_blocks: int
@@ -128,12 +129,6 @@ class Sequence:
     def holds_any(self, blocks: set[int]) -> bool:
         """Whether one of these blocks is in a table."""
         return any(not blocks.isdisjoint(table) for table in self.block_tables)
-
-    def label(self, position: int, width: int) -> Label:
-        """Return what tells the block at a position, of `width` bytes of tokens, from others in its place."""
-        tokens = bytes(self.tokens[position * width : (position + 1) * width])
-        content = None if self.segments is None else self.segments.at(position)[0]
-        return tokens if content is None else (tokens, content)
 
     def branch(self, num_blocks: int) -> Sequence:
         """Return a sequence like this one, with its first `num_blocks` blocks, of which the index knows nothing yet."""

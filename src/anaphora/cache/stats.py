@@ -11,6 +11,9 @@ class CacheStats:
 
     queries and hits are tokens: all tokens of the request at that time, and those found. A preempted request that
     comes back finds mostly its own blocks, so its lookup counts apart, in the preempted_ fields.
+
+    host_hits, preempted_host_hits: those of the hits that were found in host memory. saved_blocks went there, and
+    loaded_blocks came back; of evicted_blocks those in host_evicted_blocks are lost from host memory too.
     """
 
     requests: int = 0
@@ -23,6 +26,16 @@ class CacheStats:
     aborted: int = 0
     preemptions: int = 0
     evicted_blocks: int = 0
+    host_hits: int = 0
+    preempted_host_hits: int = 0
+    saved_blocks: int = 0
+    loaded_blocks: int = 0
+    host_evicted_blocks: int = 0
+
+    @property
+    def hits_by_tier(self) -> dict[str, int]:
+        """The hits, by where they were found."""
+        return {"device": self.hits - self.host_hits, "host": self.host_hits}
 
     @property
     def hit_rate(self) -> float | None:
