@@ -395,6 +395,10 @@ class AdaptiveQuotaHostMachine(SmallHostMachine, AdaptiveQuotaMachine):
     pass
 
 
+class QuotaHashHostMachine(SmallHostMachine, QuotaMachine):
+    kind = "hash"
+
+
 SETTINGS = settings(max_examples=200, stateful_step_count=50, deadline=None)
 MACHINES = (
     CacheMachine,
@@ -425,6 +429,7 @@ MACHINES = (
     ForgedHashHostMachine,
     FineHostMachine,
     AdaptiveQuotaHostMachine,
+    QuotaHashHostMachine,
 )
 
 
