@@ -36,6 +36,16 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
+class Curves:
+    """A chart of curves through points on plain axes from 0: {name: [(x, y)]}, x a share from 0 to 1. dashed: names."""
+
+    title: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    x_label: str
+    dashed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One bar of a waterfall. kind: total (from 0), loss or gain (from where the one before ended)."""
 
@@ -44,9 +54,12 @@ class Step:
     kind: str = "loss"
 
 
-def draw(panels: Sequence[Panel]) -> str:
+def draw(panels: Sequence[Panel | Curves]) -> str:
     """One SVG with the panels side by side. Each line is named at its right end."""
-    body = "".join(f'<g transform="translate({n * WIDTH} 0)">{_panel(panel)}</g>' for n, panel in enumerate(panels))
+    body = "".join(
+        f'<g transform="translate({n * WIDTH} 0)">{_panel(panel) if isinstance(panel, Panel) else _curves(panel)}</g>'
+        for n, panel in enumerate(panels)
+    )
     return _svg(WIDTH * len(panels), HEIGHT, body)
 
 
@@ -133,6 +146,44 @@ def _panel(panel: Panel) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
         parts.append(_text(WIDTH - RIGHT + 5, names_at[name] + 4, name, color=color))
     return "".join(parts)
+
+
+def _curves(panel: Curves) -> str:
+    lines = panel.lines
+    step = _step(max(y for points in lines.values() for _, y in points))
+    top = step * ceil(max(y for points in lines.values() for _, y in points) / step - 1e-9)
+
+    def x_of(x: float) -> float:
+        return LEFT + x * (WIDTH - LEFT - RIGHT)
+
+    def y_of(y: float) -> float:
+        return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_text(LEFT, 20, panel.title, weight="bold"), _text(LEFT, HEIGHT - 8, panel.x_label)]
+    for number in range(round(top / step) + 1):
+        y = y_of(number * step)
+        parts.append(_line(LEFT, y, WIDTH - RIGHT, y) + _text(LEFT - 6, y + 4, f"{number * step:g}", "end"))
+    for tenth in range(0, 11, 2):
+        x = x_of(tenth / 10)
+        parts.append(_line(x, TOP, x, HEIGHT - BOTTOM))
+        parts.append(_text(x, HEIGHT - BOTTOM + 14, f"{tenth / 10:g}", "middle"))
+    names_at = _spread({name: y_of(points[-1][1]) for name, points in lines.items()})
+    for number, (name, points) in enumerate(lines.items()):
+        color = _PALETTE[number % len(_PALETTE)]
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="4 3"' if name in panel.dashed else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
+        parts += [f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{color}"/>' for x, y in points]
+        parts.append(_text(WIDTH - RIGHT + 5, names_at[name] + 4, name, color=color))
+    return "".join(parts)
+
+
+def _step(largest: float) -> float:
+    """A round distance of grid lines, so that there are at most eight of them."""
+    for size in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500):
+        if largest <= 8 * size:
+            return size
+    return 10.0 ** ceil(log10(largest / 8))
 
 
 def _short(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from anaphora.lab.commands.chain import add_chain
 from anaphora.lab.commands.compare import add_compare
 from anaphora.lab.commands.explain import add_explain
 from anaphora.lab.commands.providers import add_providers
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add them to the program's."""
     add_simulate(commands.add_parser("simulate", help="what a trace would find in other caches"))
+    add_chain(commands.add_parser("chain", help="what a higher hit rate does to batch, throughput and first token"))
     add_explain(commands.add_parser("explain", help="why a log's hit rate is what it is, and what would change it"))
     add_compare(commands.add_parser("compare", help="what one request could take from another, and where that ends"))
     add_providers(commands.add_parser("providers", help="what a log costs under each provider's prompt cache"))

@@ -52,6 +52,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-under", type=share, metavar="SHARE", help="exit with 3 if the hit rate is below it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--svg", type=Path, metavar="FILE.svg", help="write the waterfall as a picture")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="the same as PNG (needs resvg-py)")
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write one HTML page that opens offline")
 
 
@@ -67,6 +68,7 @@ def price(text: str) -> Decimal:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from anaphora.lab.images import ImageError
     from anaphora.lab.importers import LogError
 
     try:
@@ -82,7 +84,7 @@ def _explain(args: argparse.Namespace) -> int:
         requests = list(islice(log.requests(), args.limit))
         note_report(log.report)
         return _explain_requests(args, requests, encoder, log.report)
-    except LogError as error:
+    except (LogError, ImageError) as error:
         return fail(str(error))
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}")
@@ -119,6 +121,7 @@ def _explain_case(args: argparse.Namespace, case: Case, reality: Reality, read: 
         waterfall_table,
     )
     from anaphora.lab.explain.waterfall import explain
+    from anaphora.lab.images import to_png
     from anaphora.lab.page import page, percent
 
     found = explain(case, reality)
@@ -140,6 +143,8 @@ def _explain_case(args: argparse.Namespace, case: Case, reality: Reality, read: 
     tables += [t for t in (offenders_table(found, args.top), fixes_table(fixes, found, worth)) if t is not None]
     if args.svg:
         args.svg.write_text(picture(found))
+    if args.png:
+        args.png.write_bytes(to_png(picture(found)))
     if args.report:
         args.report.write_text(page(f"Explained: {case.trace.name}", [*said, picture(found), *tables]))
     if args.json:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anaphora.lab.commands.options import FORMAT_NAMES, fail, note, note_report, open_log, positive
+from anaphora.lab.commands.options import FORMAT_NAMES, add_pictures, fail, note, note_report, open_log, positive
 
 if TYPE_CHECKING:
     import argparse
@@ -54,12 +54,13 @@ def add_load(parser: argparse.ArgumentParser) -> None:
                             "(default: by probes of the server)")  # fmt: skip
     group.add_argument("--no-prediction", action="store_true", help="measure only")
     group.add_argument("--records", type=Path, metavar="FILE.jsonl", help="write a line for each request")
-    group.add_argument("--svg", type=Path, metavar="FOLDER", help="write the pictures there")
+    add_pictures(group)
     group.add_argument("--report", type=Path, metavar="FILE.html", help="write one HTML page that opens offline")
 
 
 def run_load_command(args: argparse.Namespace) -> int:
     """Send the load, compare, print."""
+    from anaphora.lab.images import ImageError
     from anaphora.lab.importers import LogError
 
     if args.url is None:
@@ -79,7 +80,7 @@ def run_load_command(args: argparse.Namespace) -> int:
     try:
         trace = _trace(args)
         return asyncio.run(_run(args, trace, seed, key))
-    except LogError as error:
+    except (LogError, ImageError) as error:
         return fail(str(error))
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}")
@@ -183,6 +184,7 @@ def _show(
 ) -> int:  # fmt: skip
     from dataclasses import asdict
 
+    from anaphora.lab.images import write_pictures
     from anaphora.lab.load import report
     from anaphora.lab.load.generator import LATE_S
     from anaphora.lab.page import Table, page
@@ -202,10 +204,7 @@ def _show(
         closing.append(f"The server's own counter of cached tokens rose by {counted:,.0f}.")
     table = report.comparison_table(real, virtual)
     drawn = report.pictures(real, virtual)
-    if args.svg:
-        args.svg.mkdir(parents=True, exist_ok=True)
-        for name, picture in drawn.items():
-            (args.svg / f"{name}.svg").write_text(picture)
+    write_pictures(drawn, args.svg, args.png)
     if args.report:
         pieces: list[str | Table] = [*said, table, *closing, *drawn.values()]
         args.report.write_text(page(f"Load: {title}", pieces))

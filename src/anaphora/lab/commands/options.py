@@ -103,6 +103,12 @@ def add_log(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="read the first N requests only")
 
 
+def add_pictures(parser: argparse._ActionsContainer) -> None:
+    """Where pictures go. See `lab.images.write_pictures`."""
+    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write the pictures there")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="the same as PNG (needs resvg-py)")
+
+
 def open_log(args: argparse.Namespace) -> tuple[Log, Encoder]:
     """The log, `args.log` made a path, and what makes tokens of its text. Raises LogError."""
     from anaphora.lab.encoding import EstimatingEncoder, ModelEncoder

@@ -8,7 +8,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anaphora.lab.commands.options import add_log, capacity, fail, note, note_report, open_log, positive, share
+from anaphora.lab.commands.options import (
+    add_log,
+    add_pictures,
+    capacity,
+    fail,
+    note,
+    note_report,
+    open_log,
+    positive,
+    share,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -52,11 +62,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--beside-no-cache", action="store_true", help="the same without a cache too")
     parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: one a core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="write the pictures there")
+    add_pictures(parser)
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write one HTML page that opens offline")
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    from anaphora.lab.images import ImageError, write_pictures
     from anaphora.lab.importers import LogError
     from anaphora.lab.model_files import kv_bytes_per_token
     from anaphora.lab.simulate import Setting, pictures, settings_of, sweep, table
@@ -98,12 +109,11 @@ def _simulate(args: argparse.Namespace) -> int:
     )
     drawn = pictures(outcomes, bytes_per_token)
     try:
-        if args.svg:
-            args.svg.mkdir(parents=True, exist_ok=True)
-            for name, picture in drawn.items():
-                (args.svg / f"{name}.svg").write_text(picture)
+        write_pictures(drawn, args.svg, args.png)
         if args.report:
             _write_report(args.report, trace, outcomes, drawn, bytes_per_token)
+    except ImageError as error:
+        return fail(str(error))
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}")
     if args.json:
@@ -120,6 +130,7 @@ def _simulate_engines(args: argparse.Namespace, trace: Trace, capacities: list[i
     from dataclasses import replace
 
     from anaphora.lab.engine_run import EngineSetting, engine_table, run_engines, ttft_picture
+    from anaphora.lab.images import ImageError, write_pictures
     from anaphora.lab.importers import LogError
     from anaphora.lab.model_files import hardware, model_shape
     from anaphora.lab.page import page
@@ -154,13 +165,11 @@ def _simulate_engines(args: argparse.Namespace, trace: Trace, capacities: list[i
                 outcomes.append(run_engines(trace, setting, shape, profile))
                 bar.advance()
         picture = ttft_picture(outcomes)
-        if args.svg and picture:
-            args.svg.mkdir(parents=True, exist_ok=True)
-            (args.svg / "ttft.svg").write_text(picture)
+        write_pictures({"ttft": picture} if picture else {}, args.svg, args.png)
         if args.report:
             pieces: list[str | Table] = [_sentence(trace), engine_table(outcomes), picture or ""]
             args.report.write_text(page(f"Simulated: {trace.name}", pieces))
-    except (LogError, ValueError) as error:
+    except (LogError, ImageError, ValueError) as error:
         return fail(str(error))
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}")
