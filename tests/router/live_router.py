@@ -11,7 +11,7 @@ import httpx
 
 from anaphora.router.prompt import PromptSource, TextEstimate
 from anaphora.router.replica import ReplicaSpec
-from anaphora.router.route import RouteOptions, build_app
+from anaphora.router.route import RouteOptions, build_app, make_server
 from tests.server.live_server import running
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def routing(*urls: str, prompts: PromptSource | None = None, **options: Any) -> 
     options.setdefault("probe_s", 0.05)
     specs = tuple(ReplicaSpec.of(url) for url in urls)
     app = build_app(RouteOptions(replicas=specs, **options), prompts or TextEstimate())
-    with running(app) as (_, url), httpx.Client(base_url=url, timeout=10) as client:  # type: ignore[arg-type]
+    with running(app, make_server) as (_, url), httpx.Client(base_url=url, timeout=10) as client:  # type: ignore[arg-type]
         router = LiveRouter(url, app, client)
         eventually(lambda: all(entry["healthy"] for entry in router.replicas().values()))
         yield router

@@ -14,7 +14,7 @@ from anaphora.server.run import Server, bind, url_of
 from tests.server.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @dataclass
@@ -32,11 +32,12 @@ class LiveServer:
 
 
 @contextlib.contextmanager
-def running(api: OpenAIServer) -> Iterator[tuple[Server, str]]:
-    """Serve while in the context; yield the server and its URL."""
+def running(api: OpenAIServer, make: Callable[..., Server] = Server) -> Iterator[tuple[Server, str]]:
+    """Serve while in the context, by the server that `make` returns; yield it and its URL."""
     sock = bind("127.0.0.1", 0)
     started = threading.Event()
-    server = Server(api, on_started=started.set, on_draining=getattr(api, "drain", None))
+    draining = {"on_draining": api.drain} if hasattr(api, "drain") else {}
+    server = make(api, on_started=started.set, **draining)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     url = url_of(sock)
     thread.start()

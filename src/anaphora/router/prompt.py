@@ -64,7 +64,12 @@ class Prompt:
 
 
 class PromptSource(Protocol):
-    """Turns a body into a prompt. Raises nothing: what cannot be read is estimated or empty."""
+    """Turns a body into a prompt. Raises nothing: what cannot be read is estimated or empty.
+
+    is_slow: whether a long prompt takes milliseconds.
+    """
+
+    is_slow: bool
 
     def prompt(self, body: PromptBody) -> Prompt:
         """Return the body's prompt. May take milliseconds, and may be called from any thread."""
@@ -73,6 +78,8 @@ class PromptSource(Protocol):
 
 class TextEstimate:
     """Four bytes of text are one id: prompts that begin with the same text begin with the same ids."""
+
+    is_slow = False
 
     def prompt(self, body: PromptBody) -> Prompt:
         """Return the estimate; token ids in the body are taken as they are."""
@@ -90,6 +97,8 @@ class ModelPrompts:
     conversation only the new turns are tokenised. Prompts that the template refuses, that hold images, or that do not
     come within `budget_s`, are estimated.
     """
+
+    is_slow = True
 
     def __init__(
         self,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,7 +19,7 @@ from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Container
+    from collections.abc import Container
 
     from starlette.types import Receive, Scope, Send
 
@@ -93,16 +92,18 @@ class Proxy:
         """Answer one request under /v1. Raises ApiError where no replica can."""
         body = await self.read(scope, receive)
         routed, body = await self.route(scope, body)
-        gone = asyncio.ensure_future(_wait_until_gone(receive))
         started = self._fleet.clock()
+        client = _Client(send)
+        watch = asyncio.ensure_future(client.watch(receive))
         self._metrics.streams.inc()
         try:
-            await self._send(scope, body, routed, _Client(send, gone), started)
-        except ClientGoneError:
-            pass
+            await self._send(scope, body, routed, client, started)
+        except asyncio.CancelledError:
+            if not client.has_ended_its_wait():
+                raise
         finally:
             self._metrics.streams.dec()
-            gone.cancel()
+            watch.cancel()
 
     async def route(self, scope: Scope, body: bytes, *, allowed: Container[str] | None = None) -> tuple[Routed, bytes]:
         """Return the decision for a request, and the body to send.
@@ -120,7 +121,7 @@ class Proxy:
         if priority < 0:
             self._admit(priority, self._fleet.candidates(fields.model if fields else None, allowed))
         prompt_fields = fields or PromptBody()
-        if len(body) > 16_384:  # tokenising takes milliseconds; the event loop has streams to serve meanwhile
+        if self._prompts.is_slow and len(body) > 16_384:  # milliseconds, and the event loop has streams to serve
             prompt = await asyncio.to_thread(self._prompts.prompt, prompt_fields)
         else:
             prompt = self._prompts.prompt(prompt_fields)
@@ -176,7 +177,7 @@ class Proxy:
             trip = self._fleet.depart(routed, name)
             succeeded = False
             try:
-                answer = await client.unless_gone(self._upstream.send(replica.spec.url, method, target, headers, body))
+                answer = await self._upstream.send(replica.spec.url, method, target, headers, body)
                 try:
                     if answer.status in _RETRYABLE and not is_last:
                         routed.attempts.append((name, str(answer.status)))
@@ -195,7 +196,7 @@ class Proxy:
                     self._metrics.requests.labels(name, "answered" if succeeded else "error").inc()
                     return
                 finally:
-                    await answer.close()
+                    answer.close()
             except UpstreamError as error:
                 routed.attempts.append((name, str(error)))
                 self._failed(trip, error)
@@ -210,9 +211,9 @@ class Proxy:
             except BadRequestError as error:
                 replica.breaker.release()
                 raise ApiError(400, f"This request cannot be passed on: {error}", code="bad_request") from None
-            except ClientGoneError:
+            except asyncio.CancelledError:
                 replica.breaker.release()
-                routed.attempts.append((name, "client went away"))
+                routed.attempts.append((name, "client went away" if client.is_gone else "the router stopped"))
                 self._metrics.requests.labels(name, "abandoned").inc()
                 raise
             finally:
@@ -256,29 +257,30 @@ class Proxy:
             told.append((self._fleet.policy.session_header.lower().encode(), session_token(name).encode()))
         if not self._steers:
             told.append((b"x-anaphora-shadow-replica", (routed.decision.replica or "").encode()))
-        theirs = [(key, value) for key, value in answer.headers if not key.startswith(_PRIVATE)]
+        theirs: RawHeaders = []
+        content_type = b""
+        for pair in answer.headers:
+            if pair[0] == b"content-type":
+                content_type = pair[1]
+            if not pair[0].startswith(_PRIVATE):
+                theirs.append(pair)
         is_success = answer.status < 400
-        content_type = dict(theirs).get(b"content-type", b"")
         is_stream = content_type.startswith(b"text/event-stream")
         await client.start(answer.status, theirs + told, is_event_stream=is_stream)
-        is_first = True
-        chunks = answer.chunks()
-        while True:
-            try:
-                chunk = await client.unless_gone(anext(chunks))
-            except StopAsyncIteration:
-                break
-            if is_first:
-                is_first = False
-                self._metrics.first_byte_s.observe(self._fleet.clock() - started)
-                if is_success:
-                    trip.answered(is_stream=is_stream)
+        chunk = await answer.read()
+        if chunk:
+            self._metrics.first_byte_s.observe(self._fleet.clock() - started)
+            if is_success:
+                trip.answered(is_stream=is_stream)
+        while not answer.is_at_end:
             usage.feed(chunk)
             await client.body(chunk)
+            chunk = await answer.read()
+        usage.feed(chunk)
         if is_success:
             routed.reported_tokens = usage.cached_tokens
             self._metrics.observe_report(routed, name)
-        await client.finish()
+        await client.finish(chunk)
 
     def _tenant_salt(self, headers: dict[bytes, bytes]) -> str:
         assert self._salt_secret is not None
@@ -306,28 +308,27 @@ class Proxy:
 
 
 class _Client:
-    """The client's side of one answer."""
+    """The client's side of one answer, which the current task gives."""
 
-    def __init__(self, send: Send, gone: asyncio.Future[None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._gone = gone
         self._is_event_stream = False
+        self._task = asyncio.current_task()
         self.has_started = False
+        self.has_finished = False
+        self.is_gone = False
 
-    async def unless_gone(self, work: Awaitable[Any]) -> Any:
-        """Wait for `work`; cancel it and raise ClientGoneError if the client goes away first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if task.done():
-            return task.result()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
-        raise ClientGoneError
+    async def watch(self, receive: Receive) -> None:
+        """Cancel the task that gives the answer once nobody waits for it."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self.has_finished and self._task is not None:
+            self.is_gone = True
+            self._task.cancel()
+
+    def has_ended_its_wait(self) -> bool:
+        """Whether the task was cancelled by `watch` and by nobody else. Asked once, by the task."""
+        return self.is_gone and self._task is not None and self._task.uncancel() == 0
 
     async def start(self, status: int, headers: RawHeaders, *, is_event_stream: bool) -> None:
         self.has_started = True
@@ -337,8 +338,9 @@ class _Client:
     async def body(self, chunk: bytes) -> None:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def finish(self, chunk: bytes = b"") -> None:
+        self.has_finished = True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def break_off(self, message: str) -> None:
         """End an answer that cannot be completed, so that nobody takes it for whole.
@@ -350,11 +352,6 @@ class _Client:
         error = ApiError(502, message, code="replica_broke_off").body()
         await self.body(b"\n\ndata: " + msgspec.json.encode(error) + b"\n\n")
         await self.finish()
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _request_headers(scope: Scope) -> RawHeaders:

@@ -23,6 +23,7 @@ from anaphora.router.llmd.config import ConfigError, PickerConfig, load_config, 
 from anaphora.router.metrics import Metrics
 from anaphora.router.probing import Prober
 from anaphora.router.prompt import ModelPrompts, PromptSource, TextEstimate
+from anaphora.router.protocol import RouterProtocol
 from anaphora.router.proxy import Proxy
 from anaphora.router.replica import ReplicaSpec, ReplicaUrlError
 from anaphora.router.resource_file import Resources, read_resources
@@ -263,9 +264,14 @@ def route(options: RouteOptions) -> int:
             tokens = "exact tokens" if options.model else "tokens estimated from text"
             _say(f"Anaphora {__version__}: routing {url_of(sock)}/v1 to {names}; {tokens}. Ctrl-C stops it.")
 
-        Server(app, on_started=on_started).run(sockets=[sock])
+        make_server(app, on_started=on_started).run(sockets=[sock])
     _say("\nStopped.")
     return 0
+
+
+def make_server(app: RouterApp, *, on_started: Callable[[], None] | None = None) -> Server:
+    """Return what serves the router: on uvloop where that is installed."""
+    return Server(app, on_started=on_started, http=RouterProtocol, loop="auto")
 
 
 def prompt_source(model: str | None) -> PromptSource:

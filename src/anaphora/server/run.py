@@ -8,7 +8,7 @@ import errno
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import uvicorn
 
@@ -98,6 +98,7 @@ class Server(uvicorn.Server):
     on_draining: called on the event loop when it was told to stop. With it, connections are accepted until the last
         request has finished, so that new ones can be told to go elsewhere; without it none are from then on.
     on_waiting: called with the number of requests that are going on, where the end has to wait for them.
+    http: the protocol class of a connection. loop: the event loop, by uvicorn's name for it.
     """
 
     def __init__(
@@ -108,11 +109,15 @@ class Server(uvicorn.Server):
         on_draining: Callable[[], None] | None = None,
         on_waiting: Callable[[int], None] | None = None,
         grace_s: float | None = None,
+        http: type[asyncio.Protocol] = ApiProtocol,
+        loop: Literal["asyncio", "auto"] = "asyncio",
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 api.app,
-                http=ApiProtocol,
+                http=http,
+                loop=loop,
+                ws="none",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
