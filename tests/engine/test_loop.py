@@ -395,15 +395,17 @@ def test_a_context_below_one_is_refused_and_the_models_own_is_the_limit() -> Non
 
 
 def test_statistics_count_tokens_steps_and_times() -> None:
-    toy = toy_engine(clock=ticking_clock())
+    toy = toy_engine(clock=ticking_clock(), cpu_clock=ticking_clock())
     toy.run(request("a", range(1, 10), max_tokens=3), request("b", range(20, 25), max_tokens=1))
     toy.run(request("c", range(1, 12), max_tokens=1))
     stats = toy.engine.stats()
     assert stats.num_steps == 4
     assert (stats.prompt_tokens, stats.cached_tokens, stats.computed_prompt_tokens) == (25, 8, 17)
     assert stats.output_tokens == 5
-    # Every read of the clock moves it by a second; a step reads it seven times, first to last, and twice for each part.
-    assert (stats.step_s, stats.manager_s, stats.execute_s) == (24.0, 8.0, 4.0)
+    # Every read of a clock moves it by a second. A step reads the one four times, first to last, twice for a part; the
+    # other five times.
+    assert (stats.step_s, stats.execute_s) == (12.0, 4.0)
+    assert (stats.step_cpu_s, stats.schedule_cpu_s, stats.commit_cpu_s) == (16.0, 4.0, 4.0)
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (0, 0, 0)
     assert stats.kv_usage == 0.0
 

@@ -12,7 +12,7 @@ from anaphora.engine.executor import Batch, Output
 from anaphora.engine.loop import Engine
 from anaphora.engine.request import RequestError
 from anaphora.server.bench import NUM_UNRELATED_PROMPTS, WARM_RUNS_PER_REPEAT, BenchResult, Plan, run_bench
-from anaphora.server.bench_targets import EngineTarget, FirstToken, ServerTarget, Target
+from anaphora.server.bench_targets import EngineTarget, FirstToken, Overhead, ServerTarget, Target
 from anaphora.server.client import ServerError, TimingClient
 from tests.server.fake_engine import BLOCK_SIZE, AlphabetExecutor, FakeEngine
 from tests.server.live_server import serving_fake
@@ -44,9 +44,9 @@ class ScriptedTarget(Target):
         self.ideals.append(prompt)
         return 0.001
 
-    def manager_share(self, prompts: list[list[int]], num_output_tokens: int) -> float | None:
+    def overhead(self, prompts: list[list[int]], num_output_tokens: int) -> Overhead | None:
         self.unrelated = prompts
-        return 0.00123
+        return Overhead(schedule=0.0005, commit=0.00073)
 
 
 def test_cold_runs_have_new_prefixes_and_warm_ones_only_new_suffixes() -> None:
@@ -75,18 +75,18 @@ def test_medians_are_reported_in_milliseconds() -> None:
 def test_json_and_table_say_the_same() -> None:
     result = run_bench(ScriptedTarget(), PLAN, silent)
     told = json.loads(result.to_json())
-    assert told["manager_share"] == 0.00123
+    assert told["overhead"] == {"schedule": 0.0005, "commit": 0.00073}
     assert [row["warm_ttft_ms"] for row in told["prefixes"]] == pytest.approx([2.0, 2.0])
     table = result.to_table()
-    assert "manager's share of step time at 0 % hits: 0.123 %" in table
+    assert "at 0 % hits: 0.123 % of CPU time (schedule 0.050 %, commit 0.073 %)" in table
     assert table.splitlines()[3].split() == ["40", "+", "5", "32", "400.0", "2.0", "1.0", "200.0x", "2.00"]
 
 
 def test_what_a_server_does_not_tell_is_said_so() -> None:
     row = run_bench(ScriptedTarget(), PLAN, silent).prefixes[0]
-    unknown = BenchResult("x", 1, "y", (row,), manager_share=None)
+    unknown = BenchResult("x", 1, "y", (row,), overhead=None)
     assert "not told by this server" in unknown.to_table()
-    assert json.loads(unknown.to_json())["manager_share"] is None
+    assert json.loads(unknown.to_json())["overhead"] is None
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_in_process_run_over_a_real_engine() -> None:
     result = run_bench(EngineTarget(engine, "alphabet"), PLAN, silent)
     assert result.target == "alphabet, in process"
     assert [row.cached_tokens for row in result.prefixes] == [32, 96]
-    assert result.manager_share is not None
-    assert 0 < result.manager_share < 1
+    assert result.overhead is not None
+    assert 0 < result.overhead.schedule < result.overhead.total < 1
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_run_over_http() -> None:
     assert result.target == f"alphabet at {live.url}"
     assert [row.cached_tokens for row in result.prefixes] == [32, 96]
     assert result.ideal_is == "a prompt of the suffix's tokens alone, over HTTP"
-    assert result.manager_share is not None
+    assert result.overhead is not None
     assert [note.split(":")[0] for note in notes[1:3]] == ["prefix 40, 1 of 2", "prefix 40, 2 of 2"]
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
+    from anaphora.engine.live_request import LiveRequest
+    from anaphora.engine.scheduler import ScheduledSpan
+
 Group: TypeAlias = tuple[tuple[int, ...], int]
 """Numbers of the members, ascending, at least two; how many leading blocks they have in common."""
 
@@ -51,6 +54,28 @@ def shared_prefixes(tables: Sequence[array[int]], block_size: int, min_tokens: i
                 runs.append((start, i + 1, num_blocks))
             start = i + 1
     return groups
+
+
+class Groups:
+    """The groups of the last step, looked for again only when they can have changed.
+
+    A table grows by blocks that nobody else holds, and is replaced only where it was not the member of the step before.
+    So the groups are the same for as long as the same requests are in the step. Cost: O(spans), and `shared_prefixes`
+    where that is not so.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._members: list[LiveRequest] = []
+        self._groups: list[Group] = []
+
+    def of(self, scheduled: Sequence[ScheduledSpan]) -> list[Group]:
+        """Return the groups of a step, by the numbers of its spans."""
+        members = [live for live, _, _ in scheduled]
+        if members != self._members:
+            self._members = members
+            self._groups = shared_prefixes([live.sequence.block_table for live in members], self._block_size)
+        return self._groups
 
 
 _ID_BYTES = 4

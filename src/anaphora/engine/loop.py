@@ -21,10 +21,10 @@ import numpy as np
 
 from anaphora.engine.adapters import Adapters
 from anaphora.engine.executor import Batch
-from anaphora.engine.grouping import shared_prefixes
+from anaphora.engine.grouping import Groups
 from anaphora.engine.hit_report import hit_report
 from anaphora.engine.json_grammar import JsonGrammars
-from anaphora.engine.live_request import LiveRequest, span_of
+from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
 from anaphora.engine.request import Delta, RequestError, check_token_ids
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from anaphora.cache.events import Event
     from anaphora.cache.manager import KVCacheManager
     from anaphora.engine.executor import Executor
+    from anaphora.engine.grouping import Group
     from anaphora.engine.order import QueueOrderChoice
     from anaphora.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
     from anaphora.engine.sampling import TokenSource
@@ -60,7 +61,7 @@ class Engine:
     max_num_seqs, max_num_batched_tokens: limits of one step, in requests and in tokens.
     max_context: longest sequence in tokens, the executor's own limit by default.
     seed: makes the seeds of requests that bring none; random by default.
-    clock: returns seconds.
+    clock: returns seconds. cpu_clock: seconds of CPU time of the thread that calls it, for the statistics.
     queue_order: who of those that wait is admitted next: "fcfs", "lpm", "dfs", "fair", or a function that makes a
         QueueOrder for a KVCacheManager. See `anaphora.engine.order`.
     min_held_tokens: a request sits out a step that computes a prefix of its own if that saves so many tokens.
@@ -83,6 +84,7 @@ class Engine:
         max_context: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
         queue_order: QueueOrderChoice = "fcfs",
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
         new_sampler: Callable[[Request, int], TokenSource] | None = None,
@@ -119,7 +121,8 @@ class Engine:
             min_held_tokens=min_held_tokens,
         )
         self._seeds = random.Random(seed)
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._groups = Groups(manager.block_size)
         self._new_sampler = new_sampler or self._new_logits_sampler
         self._live: dict[str, list[LiveRequest]] = {}
         """By request, its samples."""
@@ -267,18 +270,21 @@ class Engine:
         """
         if not self._live:
             return []
-        started = self._clock()
+        started, started_cpu = self._clock(), self._cpu_clock()
         deltas = self._end_late(started)
         if not self._live:
             return deltas
         scheduled = self._scheduler.schedule(started)
-        self._stats.manager_s += self._clock() - started
+        groups = self._groups.of(scheduled)
+        stats = self._stats
+        stats.schedule_cpu_s += self._cpu_clock() - started_cpu
         self.last_batch = scheduled
         if self._to_report:
             self._report_hits(scheduled)
-        deltas += self._run(scheduled) if scheduled else self._refuse_first()
-        self._stats.num_steps += 1
-        self._stats.step_s += self._clock() - started
+        deltas += self._run(scheduled, groups) if scheduled else self._refuse_first()
+        stats.num_steps += 1
+        stats.step_s += self._clock() - started
+        stats.step_cpu_s += self._cpu_clock() - started_cpu
         return deltas
 
     def take_events(self) -> list[Event]:
@@ -295,40 +301,47 @@ class Engine:
                 if report is not None:
                     self._reports.append(report)
 
-    def _run(self, scheduled: list[ScheduledSpan]) -> list[Delta]:
+    def _run(self, scheduled: list[ScheduledSpan], groups: list[Group]) -> list[Delta]:
         copies = self._manager.take_copies()
         try:
-            rows = self._execute(scheduled, copies)
+            rows = self._execute(scheduled, groups, copies)
         except Exception as error:
             described = _describe(error)
-            ended = dict.fromkeys(span.live for span in scheduled)
+            ended = dict.fromkeys(live for live, _, _ in scheduled)
             # Who was admitted without a turn in this step may build on a copy that was never made.
             targets = {target for _, target in copies}
             running = self._scheduler.running
             ended |= dict.fromkeys(live for live in running if not targets.isdisjoint(live.sequence.block_table))
             return [delta for live in ended for delta in self._end_early(live, "error", described)]
         for live, start, num_tokens in scheduled:
-            self._stats.computed_prompt_tokens += max(0, min(start + num_tokens, live.num_prompt_tokens) - start)
+            if start < live.num_prompt_tokens:
+                self._stats.computed_prompt_tokens += min(num_tokens, live.num_prompt_tokens - start)
         # Before anything is committed: KV that gives no usable logits must not be shared.
         drawn = [
             None if row is None else self._advance(live, row) for (live, _, _), row in zip(scheduled, rows, strict=True)
         ]
-        started = self._clock()
+        started = self._cpu_clock()
         deltas: list[Delta] = []
         for (live, start, num_tokens), row, delta in zip(scheduled, rows, drawn, strict=True):
-            if delta is not None and delta.finish_reason == "error":
-                deltas += self._end_early(live, "error", delta.error, drawn=delta)
-                continue
-            self._commit(live, start, num_tokens)
-            if delta is not None and row is not None:
+            if delta is None:
+                self._commit(live, start, num_tokens)
+            elif num_tokens == 1 and live.position < live.end_of_slots and delta.finish_reason is None:
+                # Inside a block there is nothing to share.
                 deltas.append(delta)
-                deltas += [self._branch(live, row, index) for index in range(1, live.num_unborn + 1)]
+                live.drawn.append(delta.token_ids[0])
+            elif delta.finish_reason == "error":
+                deltas += self._end_early(live, "error", delta.error, drawn=delta)
+            else:
+                self._commit(live, start, num_tokens)
+                deltas.append(delta)
+                if row is not None:
+                    deltas += [self._branch(live, row, index) for index in range(1, live.num_unborn + 1)]
                 self._go_on(live, delta)
-        self._stats.manager_s += self._clock() - started
+        self._stats.commit_cpu_s += self._cpu_clock() - started
         return deltas
 
     def _commit(self, live: LiveRequest, start: int, num_tokens: int) -> None:
-        self._manager.commit(live.sequence, num_tokens)
+        live.commit(self._manager, num_tokens)
         if num_tokens + start % self._block_size >= self._block_size:
             self._scheduler.committed(live)
 
@@ -368,17 +381,13 @@ class Engine:
         return OutputStream(sampling, self._eos_token_ids, detokenizer)
 
     def _execute(
-        self, scheduled: list[ScheduledSpan], copies: list[tuple[int, int]]
+        self, scheduled: list[ScheduledSpan], groups: list[Group], copies: list[tuple[int, int]]
     ) -> list[NDArray[np.float32] | None]:
         """Compute the spans; return the logits of those that are complete, float32 [vocab_size], None for the others.
 
         Raises whatever the executor does.
         """
-        tables = [span.live.sequence.block_table for span in scheduled]
-        batch = Batch(
-            [span_of(live.sequence, start, num) for live, start, num in scheduled],
-            shared_prefixes(tables, self._manager.block_size),
-        )
+        batch = Batch([live.span(start, num_tokens) for live, start, num_tokens in scheduled], groups)
         started = self._clock()
         try:
             if copies:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
 from anaphora.engine.waiting import WaitingQueue
@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 _by_rank = attrgetter("rank")
 
 
-class ScheduledSpan(NamedTuple):
-    """`num_tokens` tokens of a running request from position `start` on; slots for their KV are allocated."""
-
-    live: LiveRequest
-    start: int
-    num_tokens: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the span reaches the last known token, so that the next one can be sampled."""
-        return self.start + self.num_tokens == self.live.sequence.num_tokens
+ScheduledSpan: TypeAlias = "tuple[LiveRequest, int, int]"
+"""A running request, `start`, `num_tokens`: so many of its tokens from that position on; slots for their KV are
+allocated. A plain tuple, since one is made for every sequence in every step."""
 
 
 class Scheduler:
@@ -116,34 +108,58 @@ class Scheduler:
 
         Empty although there are requests: not even the first in rank gets slots, so someone else holds blocks.
         """
-        self.waiting.begin_pass(now_s)
-        num_waiting = len(self.waiting)
-        if self._is_full:
-            self._make_way()
-        has_preempted = len(self.waiting) > num_waiting
-        num_waiting = len(self.waiting)
+        may_admit = self._begin_pass(now_s)
         scheduled: list[ScheduledSpan] = []
         budget = self._max_num_batched_tokens
-        # By index: preemption shortens the list behind the request that is being served, never before it.
-        position = 0
-        while position < len(self.running) and budget:
-            live = self.running[position]
+        # Preemption shortens the list behind the request that is being served, never before it.
+        for live in self.running:
+            if not budget:
+                break
+            position = live.position
+            if position < live.end_of_slots:
+                live.position = position + 1
+                scheduled.append((live, position, 1))
+                budget -= 1
+                continue
             sequence = live.sequence
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            if not self._allocate(live, num_tokens, position):
+            num_running = len(self.running)
+            if not self._allocate(live, num_tokens):
                 return scheduled
-            scheduled.append(ScheduledSpan(live, sequence.num_computed_tokens, num_tokens))
-            self.waiting.computes(live, num_tokens)
+            may_admit = may_admit and len(self.running) == num_running
             budget -= num_tokens
-            position += 1
-        if len(self.waiting) == num_waiting and not has_preempted:
+            scheduled.append(self._take_turn(live, num_tokens))
+        if may_admit:
             self._admit(scheduled, budget)
         return scheduled
 
-    def _allocate(self, live: LiveRequest, num_tokens: int, position: int) -> bool:
-        """Get slots for the running request at `position`; False if nobody behind it can give way."""
+    def _begin_pass(self, now_s: float) -> bool:
+        """Whether somebody who waits may be admitted, as nobody had to give way."""
+        if not self.waiting:
+            self._is_full = False
+            return False
+        self.waiting.begin_pass(now_s)
+        if not self._is_full:
+            return True
+        num_waiting = len(self.waiting)
+        self._make_way()
+        return len(self.waiting) <= num_waiting
+
+    def _take_turn(self, live: LiveRequest, num_tokens: int) -> ScheduledSpan:
+        """A running request, with slots for them, computes so many tokens."""
+        self.waiting.computes(live, num_tokens)
+        sequence = live.sequence
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        if end == sequence.num_tokens and not live.num_unborn:
+            live.position = end
+            live.end_of_slots = len(sequence.block_table) * self._manager.block_size
+        return live, start, num_tokens
+
+    def _allocate(self, live: LiveRequest, num_tokens: int) -> bool:
+        """Get slots for a running request; False if nobody behind it can give way."""
         while not self._manager.allocate(live.sequence, num_tokens):
-            behind = self.running[position + 1 :]
+            behind = self.running[self.running.index(live) + 1 :]
             if not behind:
                 return False
             self._preempt(self._cheapest(behind))
@@ -165,13 +181,15 @@ class Scheduler:
             # What others hold stays. What only it holds is not lost at once, but it is what others take.
             num_own = sum(num_holders[block] == 1 for block in live.sequence.block_table)
             num_shared_tokens = (len(live.sequence.block_table) - num_own) * size
-            return num_own == 0, max(0, live.sequence.num_computed_tokens - num_shared_tokens), -live.arrival
+            return num_own == 0, max(0, live.num_computed_tokens - num_shared_tokens), -live.arrival
 
         return min(candidates, key=cost)
 
     def _preempt(self, live: LiveRequest) -> None:
         self.running.remove(live)
         self._num_unborn -= live.num_unborn
+        live.commit(self._manager, 0)
+        live.end_of_slots = 0
         self._manager.preempt(live.sequence)
         self.waiting.push_preempted(live)
 
@@ -218,10 +236,8 @@ class Scheduler:
                 return
             self._enter(live)
             # What admission found counts, not what the lookup before it did.
-            start = sequence.num_computed_tokens
-            num_tokens = min(sequence.num_tokens - start, num_tokens)
-            waiting.computes(live, num_tokens)
-            scheduled.append(ScheduledSpan(live, start, num_tokens))
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, num_tokens)
+            scheduled.append(self._take_turn(live, num_tokens))
             budget -= num_tokens
 
     def _has_seats(self, live: LiveRequest) -> bool:

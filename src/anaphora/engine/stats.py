@@ -11,8 +11,10 @@ class EngineStats:
 
     num_held: of those that wait, how many sat out the last step since it computed a prefix of theirs.
 
-    manager_s: in the manager's calls and the scheduling loop around them: an upper bound of what caching costs.
-    execute_s: in the executor. step_s: in whole steps, so it contains all of execute_s and nearly all of manager_s.
+    step_s: in whole steps. execute_s: of that, in the executor.
+    step_cpu_s: CPU time of the engine's thread in steps, the executor's part on that thread included, and of that:
+    schedule_cpu_s: in the scheduler, with the manager's calls that it makes, and in finding groups;
+    commit_cpu_s: in telling manager and queue what was computed, drawn and has ended.
     prompt_tokens, cached_tokens: of admitted requests, counted once, at their first admission.
     computed_prompt_tokens: prompt tokens that went through the executor, recomputed ones included; so without
     preemptions, prompt_tokens = cached_tokens + computed_prompt_tokens once everything has finished.
@@ -20,8 +22,10 @@ class EngineStats:
 
     num_steps: int = 0
     step_s: float = 0.0
-    manager_s: float = 0.0
     execute_s: float = 0.0
+    step_cpu_s: float = 0.0
+    schedule_cpu_s: float = 0.0
+    commit_cpu_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
@@ -32,6 +36,11 @@ class EngineStats:
     num_held: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+
+    @property
+    def manager_cpu_s(self) -> float:
+        """CPU time in scheduler and manager: an upper bound of what caching costs."""
+        return self.schedule_cpu_s + self.commit_cpu_s
 
     @property
     def kv_usage(self) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anaphora.server.bench_targets import FirstToken, Target
+    from anaphora.server.bench_targets import FirstToken, Overhead, Target
 
 WARM_RUNS_PER_REPEAT = 3
 NUM_UNRELATED_PROMPTS = 4
@@ -52,13 +52,13 @@ class PrefixResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What was measured. manager_share: of step time at 0 % hits, 0 to 1, None if not told."""
+    """What was measured. overhead: shares of step time at 0 % hits, None if not told."""
 
     target: str
     repeats: int
     ideal_is: str
     prefixes: tuple[PrefixResult, ...]
-    manager_share: float | None
+    overhead: Overhead | None
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -79,8 +79,14 @@ class BenchResult:
                 f"{row.warm_ttft_ms:>12.1f}  {row.ideal_ms:>8.1f}  {row.cold_ttft_ms / row.warm_ttft_ms:>10.1f}x  "
                 f"{row.warm_ttft_ms / row.ideal_ms:>12.2f}"
             )
-        share = "not told by this server" if self.manager_share is None else f"{100 * self.manager_share:.3f} %"
-        lines += ["", f"ideal: {self.ideal_is}", f"manager's share of step time at 0 % hits: {share}"]
+        shares = self.overhead
+        share = (
+            "not told by this server"
+            if shares is None
+            else f"{100 * shares.total:.3f} % of CPU time (schedule {100 * shares.schedule:.3f} %, "
+            f"commit {100 * shares.commit:.3f} %)"
+        )
+        lines += ["", f"ideal: {self.ideal_is}", f"scheduler and manager, of steps at 0 % hits: {share}"]
         return "\n".join(lines)
 
 
@@ -106,7 +112,7 @@ def run_bench(target: Target, plan: Plan, progress: Callable[[str], None]) -> Be
         repeats=plan.repeats,
         ideal_is=target.ideal_is,
         prefixes=prefixes,
-        manager_share=target.manager_share(unrelated, NUM_OUTPUT_TOKENS),
+        overhead=target.overhead(unrelated, NUM_OUTPUT_TOKENS),
     )
 
 

@@ -32,6 +32,24 @@ class FirstToken:
     cached_tokens: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Shares of the CPU time that the engine's thread spends in steps, 0 to 1, in which nothing can be reused.
+
+    CPU time, since other programs on the machine lengthen the time by the clock of one part or another by chance.
+
+    schedule: who is next, lookups and slots for them, groups. commit: what was computed, drawn and has ended.
+    """
+
+    schedule: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        """Scheduler and manager together."""
+        return self.schedule + self.commit
+
+
 class Target(ABC):
     """Something that continues prompts of token ids, one at a time."""
 
@@ -54,8 +72,8 @@ class Target(ABC):
         """Return the seconds that the last tokens of a prompt take by themselves, its beginning being in the cache."""
 
     @abstractmethod
-    def manager_share(self, prompts: list[list[int]], num_output_tokens: int) -> float | None:
-        """Continue unrelated prompts together; return the manager's share of the steps' time, None if unknown."""
+    def overhead(self, prompts: list[list[int]], num_output_tokens: int) -> Overhead | None:
+        """Continue unrelated prompts together; return what that cost besides the model, None if unknown."""
 
 
 class EngineTarget(Target):
@@ -98,7 +116,7 @@ class EngineTarget(Target):
         finally:
             manager.abort(sequence)
 
-    def manager_share(self, prompts: list[list[int]], num_output_tokens: int) -> float | None:
+    def overhead(self, prompts: list[list[int]], num_output_tokens: int) -> Overhead | None:
         """See Target."""
         before = self._engine.stats()
         sampling = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
@@ -107,7 +125,10 @@ class EngineTarget(Target):
         while self._engine.has_work:
             self._engine.step()
         after = self._engine.stats()
-        return (after.manager_s - before.manager_s) / (after.step_s - before.step_s)
+        step_s = after.step_cpu_s - before.step_cpu_s
+        return Overhead(
+            (after.schedule_cpu_s - before.schedule_cpu_s) / step_s, (after.commit_cpu_s - before.commit_cpu_s) / step_s
+        )
 
     def _request(self, prompt: list[int], sampling: SamplingParams) -> Request:
         self._num_requests += 1
@@ -134,26 +155,27 @@ class ServerTarget(Target):
         """See Target."""
         return self.first_token(prompt[-num_suffix_tokens:]).ttft_s
 
-    def manager_share(self, prompts: list[list[int]], num_output_tokens: int) -> float | None:
+    def overhead(self, prompts: list[list[int]], num_output_tokens: int) -> Overhead | None:
         """See Target. Known from servers that tell it at /metrics, as this one does."""
-        before = self._engine_seconds()
+        before = self._cpu_seconds()
         body = {"model": self._model, "prompt": prompts, "max_tokens": num_output_tokens, "temperature": 0}
         self._client.stream("/v1/completions", body)
-        after = self._engine_seconds()
-        if before is None or after is None or after[1] == before[1]:
+        after = self._cpu_seconds()
+        if before is None or after is None:
             return None
-        return (after[0] - before[0]) / (after[1] - before[1])
+        step_s, schedule_s, commit_s = (now - then for now, then in zip(after, before, strict=True))
+        return Overhead(schedule_s / step_s, commit_s / step_s) if step_s else None
 
     def _body(self, prompt: list[int], max_tokens: int) -> dict[str, object]:
         return {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
 
-    def _engine_seconds(self) -> tuple[float, float] | None:
+    def _cpu_seconds(self) -> list[float] | None:
         values = {
             sample.name: sample.value
             for family in text_string_to_metric_families(self._client.metrics())
             for sample in family.samples
         }
         try:
-            return values["anaphora_cache_manager_seconds_total"], values["anaphora_engine_step_seconds_total"]
+            return [values[f"anaphora_engine_{part}_cpu_seconds_total"] for part in ("step", "schedule", "commit")]
         except KeyError:
             return None

@@ -126,7 +126,9 @@ class _EngineCollector:
     _TIMES = (
         ("step_s", "engine_step", "Time in engine steps."),
         ("execute_s", "engine_execute", "Time in the model, a part of the steps'."),
-        ("manager_s", "cache_manager", "Time in scheduling and the KV cache manager, a part of the steps'."),
+        ("step_cpu_s", "engine_step_cpu", "CPU time of the engine's thread in engine steps."),
+        ("schedule_cpu_s", "engine_schedule_cpu", "CPU time in scheduling, a part of the steps'."),
+        ("commit_cpu_s", "engine_commit_cpu", "CPU time in commits and ends of sequences, a part of the steps'."),
     )
     _GAUGES = (
         ("num_running", "requests_running", "Requests that hold KV blocks."),

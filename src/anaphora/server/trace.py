@@ -75,7 +75,7 @@ class StepTrace:
             if start < live.num_prompt_tokens:
                 num_prefill += min(num_tokens, live.num_prompt_tokens - start)
                 self._enter(f"{live.request_id}#{live.index}", "prefill", started_s)
-        num_tokens = sum(span.num_tokens for span in spans)
+        num_tokens = sum(num for _, _, num in spans)
         if spans or deltas:
             args = {"requests": len(spans), "tokens": num_tokens, "prefill_tokens": num_prefill}
             duration = _us(ended_s - started_s)

@@ -38,18 +38,20 @@ _MANY_ACCOUNTS = 4096
 
 
 class _Round:
-    """Requests that are served before those of the next round."""
+    """Requests that are served before those of the next round. first_arrival: of those that it was begun for."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, first_arrival: int) -> None:
         self.by_prefix = LongestPrefixOrder(manager)
         self.num_joined = 0
+        self.first_arrival = first_arrival
 
 
 class FairOrder:
     """Locality with a bound on waiting; see this module. Cost: as `lpm` for each round, of which there are
     O(log waiting).
 
-    A request that was held back for a prefix that is being computed comes back into the round that is being served.
+    A request that was held back for a prefix that is being computed comes back into its round, or before all others if
+    that has been served in the meantime.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class FairOrder:
         namespace = live.request.namespace
         is_back = live.arrival <= self._last_arrival
         self._last_arrival = max(self._last_arrival, live.arrival)
-        if self._rounds and (is_back or self._may_jump(namespace)):
+        if is_back:
+            chosen = self._round_before(live.arrival)
+        elif self._rounds and self._may_jump(namespace):
             chosen = self._rounds[0]
-            if not is_back and len(self._rounds) > 1:
+            if len(self._rounds) > 1:
                 self._jumpers.add(live)
         else:
-            chosen = self._newest_round()
+            chosen = self._newest_round(live.arrival)
             chosen.num_joined += 1
         self._round_of[live] = chosen
         self._num_waiting[namespace] = self._num_waiting.get(namespace, 0) + 1
@@ -139,10 +143,18 @@ class FairOrder:
         """See QueueOrder."""
         self._pay(live, live.output.num_tokens)
 
-    def _newest_round(self) -> _Round:
+    def _round_before(self, arrival: int) -> _Round:
+        """Return the round that a request of this arrival joined, or a new one if it is not there any more."""
+        for each in reversed(self._rounds):
+            if each.first_arrival <= arrival:
+                return each
+        self._rounds.appendleft(_Round(self._manager, arrival))
+        return self._rounds[0]
+
+    def _newest_round(self, arrival: int) -> _Round:
         capacity = max(self._max_overtakes, int(self._share * len(self._round_of)))
         if not self._rounds or self._rounds[-1].num_joined >= capacity:
-            self._rounds.append(_Round(self._manager))
+            self._rounds.append(_Round(self._manager, arrival))
         return self._rounds[-1]
 
     def _may_jump(self, namespace: Namespace) -> bool:
