@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from anaphora import KVCacheManager, Namespace
 from anaphora.cli import main
+from anaphora.identity import VllmDigests
 from anaphora.version import __version__
 from tests.server.live_server import serving_fake
 from tests.server.test_concurrency import eventually
@@ -308,12 +310,13 @@ def test_a_server_of_a_tiny_model_is_followed_traced_and_stopped(tiny_model: Pat
 
     trace, any_port = tmp_path / "trace.json", "tcp://127.0.0.1:*"
     options = ("--kv-events", any_port, "--kv-events-replay", any_port, "--trace", str(trace), "--log-format", "json")
+    hashes = ("--kv-events-hashes", "vllm-sha256-cbor", "--kv-events-hash-seed", "0")
     body = {"model": "tiny", "prompt": list(range(10, 60)), "max_tokens": 1, "cache_salt": "a secret"}
     names = FindableNames()
     follower = EventFollower(names)
     subscriber = EventSubscriber(lambda: None)
     subscriber.start()
-    with serving(tiny_model, *options) as (process, url):
+    with serving(tiny_model, *options, *hashes) as (process, url):
         source = httpx.get(f"{url}/kv_event_sources").json()["0"]
         subscriber.add("it", source["endpoint"], source["replay_endpoint"])
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 200
@@ -324,6 +327,11 @@ def test_a_server_of_a_tiny_model_is_followed_traced_and_stopped(tiny_model: Pat
 
         eventually(is_followed)
         subscriber.close()
+        manager = KVCacheManager(8, 16, digests=VllmDigests("sha256_cbor", seed="0"))
+        sequence = manager.start(list(range(10, 60)), Namespace(salt="a secret"))
+        manager.allocate(sequence, 50)
+        manager.commit(sequence, 50)
+        assert {name[0] for name in names.blocks} == {digest[-8:] for digest in manager.block_digests(sequence)}
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr is not None
@@ -337,6 +345,15 @@ def test_a_server_of_a_tiny_model_is_followed_traced_and_stopped(tiny_model: Pat
     ("options", "problem"),
     [
         (["--kv-events-replay", "tcp://127.0.0.1:*"], "anaphora: --kv-events-...: needs --kv-events"),
+        (["--kv-events-hashes", "vllm-sha256"], "anaphora: --kv-events-hashes: vLLM's names need --kv-events, in "
+                                                "vLLM's format"),
+        (["--kv-events-hash-seed", "0"], "anaphora: --kv-events-hashes: a seed belongs to vLLM's names; choose "
+                                         "vllm-sha256 or vllm-sha256-cbor"),
+        (["--kv-events", "--kv-events-hashes", "vllm-xxhash", "--kv-events-hash-seed", "0"],
+         "anaphora: --kv-events-hashes: vllm-xxhash with a seed is a digest that anybody can compute and collide, so "
+         "that one tenant may be told of, or given, what is another's. Choose vllm-sha256 or vllm-sha256-cbor, set no "
+         "--kv-events-hash-seed (nor PYTHONHASHSEED), or add --kv-events-unsafe-hashes if all who send prompts are "
+         "trusted"),
         (["--kv-events", "nowhere"], "anaphora: --kv-events: nowhere: Invalid argument"),
         (["--trace", "/no/such/folder/t"], "anaphora: --trace: /no/such/folder/t: No such file or directory"),
         (["--api-keys", "/no/such/file"], "anaphora: --api-keys: /no/such/file: No such file or directory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anaphora.engine.build import EngineOptions
+    from anaphora.identity import BlockDigests
     from anaphora.server.bench import BenchResult, Plan
 
 _MAX_PORT = 65_535
@@ -26,6 +28,7 @@ _UNITS = (
     | {unit: 1000**i for i, unit in enumerate("KMGT", 1)}
     | {f"{unit}I": 1024**i for i, unit in enumerate("KMGT", 1)}
 )
+_VLLM_HASHES = ("vllm-sha256", "vllm-sha256-cbor", "vllm-xxhash", "vllm-xxhash-cbor")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", re.IGNORECASE)
 
 
@@ -105,6 +108,18 @@ def _add_operations(parser: argparse.ArgumentParser) -> None:
     events.add_argument("--kv-events-format", choices=["vllm", "anaphora"], default="vllm", help="(default: vllm)")
     events.add_argument("--kv-events-connect", action="store_true", help="connect to a subscriber that binds")
     events.add_argument("--kv-events-clear-salts", action="store_true", help="publish salts as they are, as vLLM does")
+    events.add_argument(
+        "--kv-events-hashes", choices=["anaphora", *_VLLM_HASHES], default="anaphora",
+        help="names of blocks: secret ones, or those that vLLM computes, for routers that compute them too "
+        "(default: anaphora)",
+    )  # fmt: skip
+    events.add_argument(
+        "--kv-events-hash-seed", metavar="TEXT",
+        help="PYTHONHASHSEED of the vLLM engines whose names they shall be (default: that of this environment)",
+    )  # fmt: skip
+    events.add_argument(
+        "--kv-events-unsafe-hashes", action="store_true", help="allow vllm-xxhash... with a seed: names can be forged"
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -202,6 +217,10 @@ def _serve(args: argparse.Namespace) -> int:
     engine = _engine_options(args)
     if args.kv_cache_metrics:
         engine["measure_residency"] = True
+    try:
+        engine["digests"] = _event_digests(args)
+    except ValueError as error:
+        return _fail(f"--kv-events-hashes: {error}", code=2)
     engine["adapters"] = dict(args.adapter)
     if len(engine["adapters"]) < len(args.adapter):
         return _fail("--adapter: two have the same name", code=2)
@@ -233,6 +252,31 @@ def _serve(args: argparse.Namespace) -> int:
         return _fail(f"--trace: {error}")
     except OptionError as error:
         return _fail(_with_flag(str(error)))
+
+
+def _event_digests(args: argparse.Namespace) -> BlockDigests | None:
+    """How blocks are named in KV events; None for our own way. ValueError for what is not safe, or does not fit."""
+    if args.kv_events_hashes == "anaphora":
+        if args.kv_events_hash_seed is not None or args.kv_events_unsafe_hashes:
+            raise ValueError("a seed belongs to vLLM's names; choose vllm-sha256 or vllm-sha256-cbor")
+        return None
+    from anaphora.identity import VllmDigests
+
+    if args.kv_events is None or args.kv_events_format != "vllm":
+        raise ValueError("vLLM's names need --kv-events, in vLLM's format")
+    algorithm = args.kv_events_hashes.removeprefix("vllm-").replace("-", "_")
+    seed = os.environ.get("PYTHONHASHSEED") if args.kv_events_hash_seed is None else args.kv_events_hash_seed
+    try:
+        return VllmDigests(algorithm, seed=seed, allow_unsafe=args.kv_events_unsafe_hashes)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error).removeprefix("algorithm: ")) from None
+    except ValueError:
+        raise ValueError(
+            f"{args.kv_events_hashes} with a seed is a digest that anybody can compute and collide, so that one tenant "
+            "may be told of, or given, what is another's. Choose vllm-sha256 or vllm-sha256-cbor, set no "
+            "--kv-events-hash-seed (nor PYTHONHASHSEED), or add --kv-events-unsafe-hashes if all who send prompts are "
+            "trusted"
+        ) from None
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anaphora.engine.executor import Executor, LayerGroup
     from anaphora.engine.native.executor import WeightFormat
     from anaphora.engine.order import QueueOrderChoice
+    from anaphora.identity import BlockDigests
     from anaphora.model import Model
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     queue_order: QueueOrderChoice
     seed: int | None
     events: bool
+    digests: BlockDigests | None
     measure_residency: bool
     adapters: Mapping[str, str | Path]
 
@@ -62,6 +64,7 @@ def build_engine(
     queue_order: QueueOrderChoice = "fcfs",
     seed: int | None = None,
     events: bool = False,
+    digests: BlockDigests | None = None,
     measure_residency: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Engine:
@@ -74,7 +77,7 @@ def build_engine(
     index: how prefixes are found, "radix" or "hash"; with attention windows always "hash", which knows them.
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
-    events: whether the manager records KV events, which somebody has to take then.
+    events: whether the manager records KV events, which somebody has to take then. digests: how those name blocks.
     measure_residency: whether it keeps the times of blocks.
     adapters: LoRA adapters in PEFT's format, folders by name, checked before anything else is done.
 
@@ -109,6 +112,7 @@ def build_engine(
             index=index if windows == [None] else "hash",
             windows=windows,
             events=events,
+            digests=digests,
             measure_residency=measure_residency,
         ),
         tokenizer=model.tokenizer,
