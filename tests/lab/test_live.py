@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,16 @@ from threading import Thread
 
 import pytest
 
+from anaphora.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from anaphora.cli import main
+from anaphora.identity import Namespace
 from anaphora.lab.live.diagnosis import CAUSES, diagnose
+from anaphora.lab.live.events import EventWatch, source_of
 from anaphora.lab.live.server import Config, config_of, parse_metrics
+from anaphora.tokens import pack
+from anaphora.wire import VllmEventFormat
+from anaphora.wire.sequence import Apply, Lost
+from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import serving_fake
 
 from .samples import SAMPLES
@@ -52,7 +60,7 @@ def test_each_cause_is_named(cause: str) -> None:
 
 
 def test_an_unused_cause_does_not_exist() -> None:
-    assert CAUSES.keys() == SCRAPES.keys() | {"cold_start", "not_reported"}
+    assert CAUSES.keys() == SCRAPES.keys() | {"cold_start", "not_reported", "cleared", "split"}
 
 
 def test_a_server_that_was_cold_is_not_one_that_is() -> None:
@@ -162,3 +170,92 @@ class TestCommand:
         assert main(["explain", str(path), "--json"]) == 0
         (replica,) = json.loads(capsys.readouterr().out)["replicas"]
         assert (replica["replica"], replica["blocks"], replica["missed_batches"]) == ("p1", 1, 1)
+
+
+def stored(digests: str, parent: str | None = None, tokens: list[int] | None = None, salt: str | None = None) -> Event:
+    ids = tokens if tokens is not None else list(range(len(digests)))
+    names = tuple(digest.encode() for digest in digests)
+    return BlockStored(names, parent.encode() if parent else None, pack(ids), 1, Namespace(salt=salt))
+
+
+def removed(digests: str) -> Event:
+    return BlockRemoved(tuple(digest.encode() for digest in digests))
+
+
+def watched(*batches: list[Event]) -> EventWatch:
+    seconds = itertools.count(10.0)
+    watch = EventWatch(clock=lambda: next(seconds))
+    codec = VllmEventFormat()
+    watch.take(Apply(codec.encode(batch, ts=1.0)) for batch in batches)
+    return watch
+
+
+class TestEvents:
+    low = parse_metrics(vllm(20_000, 0, more="vllm:kv_cache_usage_perc 0.2\n").encode())
+
+    def cause(self, watch: EventWatch) -> str:
+        return diagnose(self.low, config_of(self.low), events=watch).cause
+
+    def test_what_comes_back_after_its_eviction_had_too_little_memory(self) -> None:
+        watch = watched([stored("ab")], [removed("b")], [stored("b", "a", [1])])
+        assert (watch.num_stored, watch.num_removed, watch.num_back_after_eviction) == (3, 1, 1)
+        assert watch.away_s == [1.0]
+        assert self.cause(watch) == "evicted"
+
+    def test_a_cache_that_is_emptied(self) -> None:
+        watch = watched([stored("ab")], [AllBlocksCleared()], [stored("a", tokens=[0])])
+        assert (watch.num_cleared, watch.num_back_after_clearing, watch.num_back_after_eviction) == (1, 1, 0)
+        assert self.cause(watch) == "cleared"
+
+    def test_equal_beginnings_under_several_names_are_kept_apart(self) -> None:
+        watch = watched([stored("a", tokens=[7], salt="x")], [stored("b", tokens=[7], salt="y")])
+        assert (watch.num_heads, watch.num_split_heads) == (2, 1)
+        assert self.cause(watch) == "split"
+
+    def test_prompts_that_begin_differently_share_nothing(self) -> None:
+        watch = watched([stored("a", tokens=[1])], [stored("b", tokens=[2])])
+        found = diagnose(self.low, config_of(self.low), events=watch)
+        assert found.cause == "nothing_shared"
+        assert "2 different first blocks" in found.fix
+        assert "nothing that was stored was shared" in found.fix
+
+    def test_a_block_behind_which_prompts_part_was_shared(self) -> None:
+        watch = watched([stored("ab")], [stored("c", "a", [5])])
+        assert watch.num_shared == 1
+
+    def test_repeated_reports_of_what_is_there_are_counted_once(self) -> None:
+        watch = watched([stored("ab")], [stored("ab")])
+        assert (watch.num_stored, watch.num_back_after_eviction) == (2, 0)
+
+    def test_unreadable_batches_are_gaps(self) -> None:
+        watch = EventWatch()
+        watch.take([Apply(b"no batch"), Lost()])
+        assert watch.facts()["gaps in the stream"] == 1
+
+    def test_addresses_that_a_server_listens_on_everywhere_are_at_its_host(self) -> None:
+        described = {"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://0.0.0.0:5558", "topic": "kv"}}
+        assert source_of(described, "http://10.0.0.7:8000") == ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "kv")
+        assert source_of(None, "http://x") is None
+
+    def test_a_live_server_whose_events_say_more_than_its_counters(self, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("zmq")
+        from anaphora.server.kv_events import KvEventOptions, KvEvents
+
+        events = KvEvents(KvEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"))
+        engine = FakeEngine(num_blocks=6, on_events=events.publish)
+        try:
+            with serving_fake(engine, kv_events=events) as live:
+                for turn in range(12):  # four prompts of four blocks in turn, where one fits
+                    live.post("/v1/completions", {"prompt": chr(97 + turn % 4) * 50, "max_tokens": 2})
+                assert main(["explain", live.url, "--kv-events", "--interval", "1", "--json"]) == 0
+        finally:
+            events.publisher.close()
+        found = json.loads(capsys.readouterr().out)
+        assert found["cause"] == "evicted"
+        assert found["facts"]["stored again after eviction"] > 0
+        assert found["facts"]["different first blocks"] == 4
+
+    def test_a_server_that_does_not_tell_where_its_events_are(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with serving({"/metrics": SCRAPES["nothing_shared"]}) as url:
+            assert main(["explain", url, "--kv-events"]) == 1
+        assert "--kv-events tcp://HOST:PORT" in capsys.readouterr().err

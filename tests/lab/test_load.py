@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from anaphora.cli import main
 from anaphora.engine.cost_model import CostModel
 from anaphora.engine.executor import Batch, Span
+from anaphora.identity import Namespace
 from anaphora.lab.load.endpoint import Answer, Endpoint
 from anaphora.lab.load.generator import run_load
 from anaphora.lab.load.probe import Speed, _fit
@@ -258,6 +259,14 @@ def test_prompts_share_as_many_leading_units_as_in_the_trace(one: list[int], oth
     ]
     assert [len(each) for each in made] == [unit * len(one) + 9, unit * len(other) + 9]
     assert common(made[0], made[1]) // unit == common(one, other)  # type: ignore[arg-type]
+
+
+def test_prompts_under_another_salt_share_nothing() -> None:
+    prompts = Prompts(Vocabulary("ids"), 16, 1)
+    one, other = (
+        prompts.indices(Prompt(pack([1, 2]), None, 32, 0.0, Namespace(salt=salt))).tolist() for salt in ("a", "b")
+    )
+    assert common(one, other) < 4
 
 
 def test_another_seed_gives_other_contents_and_equal_seeds_equal_ones() -> None:

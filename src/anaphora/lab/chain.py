@@ -42,7 +42,9 @@ class Traffic:
     output_tokens: int
 
     def arrivals(self, shared: float, vocab_size: int, seed: int = 0) -> list[Arrival]:
-        """The requests: this share of each prompt, from its beginning, is the same in all of them."""
+        """The requests: this share of each prompt, from its beginning, is the same in all of them. The first one comes
+        before the others, so that they find its part.
+        """
         rng = random.Random(seed)
 
         def fresh(num_tokens: int) -> bytes:
@@ -53,7 +55,7 @@ class Traffic:
         sampling = SamplingParams(max_tokens=self.output_tokens, temperature=0.0, ignore_eos=True)
         return [
             Arrival(0.0, Request(f"{self.name}-{n}", prefix + fresh(self.prompt_tokens - num_shared), sampling))
-            for n in range(self.num_requests)
+            for n in range(self.num_requests + 1)
         ]
 
 
@@ -110,16 +112,19 @@ def _run(machine: Machine, traffic: Traffic, shared: float, memory: Memory, exec
         max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
     )
-    served = replay(engine, clock, traffic.arrivals(shared, executor.vocab_size))
+    first, *rest = traffic.arrivals(shared, executor.vocab_size)
+    replay(engine, clock, [first])
+    num_steps_before = engine.stats().num_steps
+    served = replay(engine, clock, rest)
     duration_s = max(each.finished_s for each in served)
-    stats = engine.stats()
+    num_output = sum(each.num_output_tokens for each in served)
     return Point(
         machine,
         traffic.name,
         shared,
-        stats.cached_tokens / stats.prompt_tokens,
-        stats.output_tokens / stats.num_steps,
-        stats.output_tokens / duration_s,
+        sum(each.num_cached_tokens for each in served) / sum(each.num_prompt_tokens for each in served),
+        num_output / (engine.stats().num_steps - num_steps_before),
+        num_output / duration_s,
         median(each.ttft_s for each in served),
         duration_s,
     )

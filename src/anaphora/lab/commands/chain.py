@@ -27,7 +27,7 @@ def add_chain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", default="h100", metavar="NAME",
                         help="h100, a100, or a file of `anaphora calibrate` (default: h100)")  # fmt: skip
     parser.add_argument("--capacity", type=capacity, default=None, metavar="SIZE",
-                        help="of KV: blocks, tokens, bytes (default: a quarter of what the first kind needs)")  # fmt: skip
+                        help="of KV: blocks, tokens, bytes (default: a quarter of the prompt-bound need)")  # fmt: skip
     parser.add_argument("--shared", type=share, nargs="+", default=_SHARES, metavar="SHARE",
                         help="of each prompt, the same in all (default: 0 25%% 50%% 75%% 90%% 95%%)")  # fmt: skip
     parser.add_argument("--requests", type=positive, default=128, metavar="N", help="at once (default: 128)")

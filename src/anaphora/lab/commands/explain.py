@@ -47,6 +47,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-rate", type=positive, metavar="N", help="tokens a second, for milliseconds lost")
     parser.add_argument("--interval", type=float, default=0.0, metavar="S",
                         help="for a URL: scrape twice, so far apart, and tell the present rate")  # fmt: skip
+    parser.add_argument("--kv-events", nargs="?", const="auto", metavar="ENDPOINT",
+                        help="for a URL: its KV events too (without ENDPOINT: where it says they are)")  # fmt: skip
+    parser.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where earlier ones can be asked for")
     parser.add_argument("--since", type=Path, metavar="FILE", help="for a file of metrics: an earlier scrape")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="offenders to list (default: 10)")
     parser.add_argument("--fail-under", type=share, metavar="SHARE", help="exit with 3 if the hit rate is below it")

@@ -15,18 +15,36 @@ if TYPE_CHECKING:
     from anaphora.lab.live.diagnosis import Diagnosis
 
 
+_WATCH_S = 10.0
+"""How long events are followed where nothing is said."""
+
+
 def explain_url(args: argparse.Namespace, url: str) -> tuple[int, float | None]:
     """Ask a live server; print what was found. The exit code, and the hit rate if it is known. Raises LogError."""
+    from anaphora.lab.importers import LogError
     from anaphora.lab.live.diagnosis import diagnose
-    from anaphora.lab.live.server import fetch_config, fetch_metrics
+    from anaphora.lab.live.server import fetch_config, fetch_json, fetch_metrics
 
     root = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics").rstrip("/")
-    earlier = fetch_metrics(root) if args.interval else None
-    if args.interval:
-        note(f"waiting {args.interval:g} s for a second scrape")
-        time.sleep(args.interval)
+    interval = args.interval or (_WATCH_S if args.kv_events else 0.0)
+    earlier = fetch_metrics(root) if interval else None
+    events = None
+    if interval:
+        from anaphora.lab.live.events import source_of, watch
+
+        source = source_of(fetch_json(f"{root}/kv_event_sources"), root)
+        if args.kv_events and args.kv_events != "auto":
+            source = (args.kv_events, args.kv_events_replay, "")
+        if source is None and args.kv_events:
+            raise LogError(f"{root}: it does not tell where its KV events are: --kv-events tcp://HOST:PORT")
+        if source is None:
+            note(f"waiting {interval:g} s for a second scrape")
+            time.sleep(interval)
+        else:
+            note(f"following the KV events at {source[0]} for {interval:g} s")
+            events = watch(*source, interval)
     metrics = fetch_metrics(root)
-    found = diagnose(metrics, fetch_config(root, metrics), earlier)
+    found = diagnose(metrics, fetch_config(root, metrics), earlier, events)
     return _show(args, root, found, metrics, earlier)
 
 

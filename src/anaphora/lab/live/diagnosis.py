@@ -9,6 +9,7 @@ from anaphora.lab.importers.prometheus import GAUGES_PER_BATCH, ratio
 
 if TYPE_CHECKING:
     from anaphora.lab.importers.prometheus import Metrics
+    from anaphora.lab.live.events import EventWatch
     from anaphora.lab.live.server import Config
 
 CAUSES = {
@@ -16,7 +17,9 @@ CAUSES = {
     "not_counted": "the server counts no prefix cache",
     "disabled": "prefix caching is switched off",
     "no_traffic": "nothing was asked yet",
+    "cleared": "the cache is emptied again and again",
     "below_minimum": "prompts are shorter than what can be shared",
+    "split": "the same beginnings are cached under several names: a salt, an adapter or media keep them apart",
     "large_blocks": "blocks are so large that shared beginnings do not fill one",
     "second_tier": "hits come from the second tier, not from the device",
     "preempted": "requests lose their blocks to others while they run",
@@ -32,6 +35,8 @@ _LOW, _GOOD = 0.1, 0.3
 _FULL = 0.9
 _LARGE_BLOCK = 128
 _PREEMPTED_SHARE = 0.05
+_BACK_SHARE = 0.05
+_SPLIT_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +54,22 @@ class Diagnosis:
         return CAUSES[self.cause]
 
 
-def diagnose(metrics: Metrics | None, config: Config, earlier: Metrics | None = None) -> Diagnosis:
-    """Name the cause. earlier: a scrape from before, so that the present can be told from the time since the start."""
+def diagnose(
+    metrics: Metrics | None, config: Config, earlier: Metrics | None = None, events: EventWatch | None = None
+) -> Diagnosis:
+    """Name the cause. earlier: a scrape from before, so that the present can be told from the time since the start.
+    events: what the server's KV events told meanwhile.
+    """
     if metrics is None or not metrics.samples:
         return Diagnosis(
             "no_metrics", "start SGLang with --enable-metrics; vLLM and Anaphora serve /metrics by themselves",
-            _facts(metrics, config, earlier),
+            _facts(metrics, config, earlier, events),
         )  # fmt: skip
-    cause, fix = _cause(metrics, config, earlier)
-    return Diagnosis(cause, fix, _facts(metrics, config, earlier), _notes(metrics, earlier))
+    cause, fix = _cause(metrics, config, earlier, events)
+    return Diagnosis(cause, fix, _facts(metrics, config, earlier, events), _notes(metrics, earlier))
 
 
-def _cause(metrics: Metrics, config: Config, earlier: Metrics | None) -> tuple[str, str]:
+def _cause(metrics: Metrics, config: Config, earlier: Metrics | None, events: EventWatch | None) -> tuple[str, str]:
     now = metrics.rate_since(earlier) if earlier is not None else None
     rate = now if now is not None else metrics.hit_rate
     minimum = config.min_shareable_tokens
@@ -80,10 +89,20 @@ def _cause(metrics: Metrics, config: Config, earlier: Metrics | None) -> tuple[s
         if rate >= _GOOD:
             note = "; if answers show none, start vLLM with --enable-prompt-tokens-details"
             return "healthy", "nothing to do" + (note if config.engine == "vllm" else "")
+    if events is not None and events.num_cleared:
+        return "cleared", (
+            f"it was emptied {events.num_cleared:,} times while watched, and {events.num_back_after_clearing:,} blocks "
+            "were computed again for that: find who calls /reset_prefix_cache, sleeps or loads weights"
+        )
     if minimum is not None and average is not None and average < minimum:
         return "below_minimum", (
             f"prompts have {average:,.0f} tokens on average and a hit needs {minimum:,} or more: put what is shared "
             "first, or choose smaller blocks"
+        )
+    if events is not None and events.num_split_heads > _SPLIT_SHARE * max(1, events.num_heads):
+        return "split", (
+            f"{events.num_split_heads:,} of {events.num_heads:,} first blocks have the tokens of another one: use one "
+            "salt for all who may share, and put what is shared before what differs"
         )
     external = ratio(
         metrics.samples.get("vllm:external_prefix_cache_hits_total"),
@@ -96,6 +115,11 @@ def _cause(metrics: Metrics, config: Config, earlier: Metrics | None) -> tuple[s
         )
     if metrics.preemptions and metrics.num_requests and metrics.preemptions / metrics.num_requests > _PREEMPTED_SHARE:
         return "preempted", "lower the number of running requests, or give the KV pool more memory"
+    if events is not None and (events.back_share or 0) > _BACK_SHARE:
+        return "evicted", (
+            f"{events.num_back_after_eviction:,} of {events.num_stored:,} stored blocks had been there before: more "
+            "memory, a host tier, fewer tenants a replica; `anaphora simulate` says what it brings"
+        )
     evicted = metrics.samples.get("sglang:evicted_tokens_total", 0.0)
     if (metrics.usage is not None and metrics.usage >= _FULL) or evicted > metrics.query_tokens / 2:
         return (
@@ -107,11 +131,17 @@ def _cause(metrics: Metrics, config: Config, earlier: Metrics | None) -> tuple[s
             f"a hit comes in steps of {config.block_size:,} tokens; a shorter shared beginning is lost. "
             "Hybrid models align blocks to their state: ask for the smallest block that the model allows"
         )
-    return "nothing_shared", "find where prompts diverge: `anaphora explain` on a request log says the path and offset"
+    advice = "find where prompts diverge: `anaphora explain` on a request log says the path and offset"
+    if events is not None and events.num_heads > 1:
+        advice += (
+            f". {events.num_heads:,} different first blocks were stored and prompts part behind {events.num_shared:,} "
+            "blocks" + ("" if events.num_shared else ": nothing that was stored was shared")
+        )
+    return "nothing_shared", advice
 
 
 def _facts(
-    metrics: Metrics | None, config: Config, earlier: Metrics | None
+    metrics: Metrics | None, config: Config, earlier: Metrics | None, events: EventWatch | None
 ) -> dict[str, float | int | str | bool | None]:
     facts: dict[str, float | int | str | bool | None] = {
         "engine": config.engine,
@@ -129,7 +159,7 @@ def _facts(
             "preemptions": metrics.preemptions,
             "tokens of an average prompt": ratio(metrics.prompt_tokens, metrics.num_requests),
         }
-    return facts
+    return facts if events is None else facts | events.facts()
 
 
 def _notes(metrics: Metrics, earlier: Metrics | None) -> list[str]:

@@ -68,6 +68,15 @@ def fetch_config(url: str, metrics: Metrics | None) -> Config:
     return config_of(metrics, info)
 
 
+def fetch_json(url: str) -> object:
+    """What a server answers; None where there is nothing, or no JSON. Raises LogError: it cannot be reached."""
+    found = _fetch(url)
+    try:
+        return None if found is None else json.loads(found)
+    except (ValueError, RecursionError):
+        return None
+
+
 def config_of(metrics: Metrics | None, info: dict[str, Any] | None = None) -> Config:
     """What metrics and a server's own description say of its cache."""
     samples = metrics.samples if metrics is not None else {}
