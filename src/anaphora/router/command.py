@@ -45,6 +45,13 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-byte-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
     parser.add_argument("--idle-timeout", type=float, default=120.0, metavar="S", help="between bytes (default: 120)")
     _add_discovery(parser)
+    tls = parser.add_argument_group("Replicas with https")
+    tls.add_argument(
+        "--replica-ca", type=Path, metavar="FILE", help="who signs their certificates (PEM; default: the system's)"
+    )
+    tls.add_argument("--replica-cert", type=Path, metavar="FILE", help="our certificate, where they ask for one (PEM)")
+    tls.add_argument("--replica-key", type=Path, metavar="FILE", help="its key (PEM; default: in the same file)")
+    tls.add_argument("--replica-insecure", action="store_true", help="do not check whose certificate it is")
     envoy = parser.add_argument_group("Envoy")
     envoy.add_argument("--ext-proc", metavar="ADDRESS", help="answer Envoy's ext_proc filter there, say 0.0.0.0:9002")
     envoy.add_argument("--ext-proc-cert", type=Path, metavar="FILE", help="TLS certificate (PEM); default: no TLS")
@@ -141,6 +148,7 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
 def _run(args: argparse.Namespace) -> int:
     from anaphora.model.errors import ModelError
     from anaphora.router.route import DnsName, RouteError, RouteOptions, parse_replica, route
+    from anaphora.router.tls import ReplicaTls
     from anaphora.server.run import ListenError
 
     try:
@@ -226,6 +234,7 @@ def _run(args: argparse.Namespace) -> int:
         ext_proc_key=key,
         ext_proc_endpoints=args.ext_proc_endpoints,
         is_conformance_test=args.ext_proc_conformance,
+        tls=ReplicaTls(args.replica_ca, args.replica_cert, args.replica_key, verifies=not args.replica_insecure),
     )
     try:
         return route(options)

@@ -25,7 +25,7 @@ class ReplicaUrlError(ValueError):
 class ReplicaSpec:
     """What is configured of a replica.
 
-    url: its root, without /v1. kv_events, kv_replay: ZMQ endpoints of its events, for precise knowledge.
+    url: its root, http or https, without /v1. kv_events, kv_replay: ZMQ endpoints of its events, for precise knowledge.
     labels: for filters of a configuration file.
     """
 
@@ -43,15 +43,15 @@ class ReplicaSpec:
             has_port = parts.port is None or parts.port > 0
         except ValueError:
             has_port = False
-        if parts.scheme != "http" or not parts.hostname or parts.query or parts.fragment or not has_port:
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment or not has_port:
             raise ReplicaUrlError(f"expected a URL like http://10.0.0.5:8000, got {url[:200]!r}")
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-        return cls(f"http://{parts.netloc}{path}", **options)  # type: ignore[arg-type]
+        return cls(f"{parts.scheme}://{parts.netloc}{path}", **options)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
         """Host and port (and path): how the replica is called in headers, metrics and explanations."""
-        return self.url.removeprefix("http://")
+        return self.url.partition("://")[2]
 
 
 @dataclass(slots=True)

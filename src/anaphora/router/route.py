@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,13 @@ from anaphora.router.proxy import Proxy
 from anaphora.router.replica import ReplicaSpec, ReplicaUrlError
 from anaphora.router.resource_file import Resources, read_resources
 from anaphora.router.rewrites import ModelRewrites
+from anaphora.router.tls import ReplicaTls, TlsError
 from anaphora.router.upstream import Upstream
 from anaphora.server.run import Server, bind, url_of
 from anaphora.version import __version__
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from anaphora.router.fleet_state import Policy
@@ -71,6 +73,7 @@ class RouteOptions:
     config: an EndpointPickerConfig of llm-d; without it requests go where they cost least time.
     ext_proc: an address, 0.0.0.0:9002, where Envoy asks for endpoints; TLS with a certificate and its key (PEM).
     model: a path, for exact tokens; without it the text is estimated.
+    tls: for replicas with https.
     """
 
     replicas: tuple[ReplicaSpec, ...] = ()
@@ -102,12 +105,13 @@ class RouteOptions:
     ext_proc_key: bytes | None = None
     ext_proc_endpoints: int = 1
     is_conformance_test: bool = False
+    tls: ReplicaTls = field(default_factory=ReplicaTls)
 
 
 def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | None = None) -> RouterApp:
     """Put the parts together.
 
-    Raises RouteError for a file that cannot be read, or a cluster that cannot be found.
+    Raises RouteError for a file that cannot be read or is of no use, or a cluster that cannot be found.
     """
     specs = list(options.replicas)
     config: PickerConfig | None = None
@@ -130,7 +134,10 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
             index_bytes=config.index_bytes or options.index_bytes,
             speculative_ttl_s=config.speculative_ttl_s,
         )
-    upstream = Upstream(connect_s=options.connect_s, first_byte_s=options.first_byte_s, idle_s=options.idle_s)
+    upstream = Upstream(
+        connect_s=options.connect_s, first_byte_s=options.first_byte_s, idle_s=options.idle_s,
+        ssl_context=_ssl_context(options.tls),
+    )  # fmt: skip
     metrics = Metrics(fleet)
     admission = _admission(config)
     rewrites = ModelRewrites()
@@ -152,6 +159,16 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
     if options.ext_proc is not None:
         background.append(_picker_job(options, options.ext_proc, fleet, proxy, metrics))
     return RouterApp(fleet, proxy, metrics, upstream, background)
+
+
+def _ssl_context(tls: ReplicaTls) -> ssl.SSLContext:
+    try:
+        context = tls.context()
+    except TlsError as error:
+        raise RouteError(str(error)) from None
+    if not tls.verifies:
+        _say("anaphora: certificates of replicas are not checked (--replica-insecure): who is in between reads all")
+    return context
 
 
 def _sources(
