@@ -33,8 +33,8 @@ def add_chain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, default=128, metavar="N", help="at once (default: 128)")
     parser.add_argument("--prefill", type=positive, nargs=2, default=(4096, 32), metavar=("PROMPT", "OUTPUT"),
                         help="tokens of prompt-bound requests (default: 4096 32)")  # fmt: skip
-    parser.add_argument("--decode", type=positive, nargs=2, default=(128, 512), metavar=("PROMPT", "OUTPUT"),
-                        help="tokens of decode-bound requests (default: 128 512)")  # fmt: skip
+    parser.add_argument("--decode", type=positive, nargs=2, default=(320, 512), metavar=("PROMPT", "OUTPUT"),
+                        help="tokens of decode-bound requests (default: 320 512)")  # fmt: skip
     parser.add_argument("--real", nargs="?", const="", metavar="MODEL",
                         help="beside a real engine: a model here, or the default one")  # fmt: skip
     parser.add_argument("--executor", choices=["auto", "native", "native-q8", "reference"], default="auto",

@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anaphora.lab.commands.live import explain_metrics, explain_url
-from anaphora.lab.commands.options import add_log, capacity, fail, note, note_report, open_log, positive, share
+from anaphora.lab.commands.options import (
+    PROVIDER_NAMES,
+    add_log,
+    capacity,
+    fail,
+    note,
+    note_report,
+    open_log,
+    positive,
+    share,
+)
 
 if TYPE_CHECKING:
     from anaphora.lab.encoding import Encoder
     from anaphora.lab.explain.case import Case
+    from anaphora.lab.explain.provider import ProviderCase
     from anaphora.lab.explain.report import Worth
     from anaphora.lab.explain.waterfall import Reality
     from anaphora.lab.importers import Log, ReadReport
@@ -44,6 +55,8 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-input", type=price, metavar="USD", help="for 1M uncached tokens")
     parser.add_argument("--price-cached", type=price, metavar="USD", help="for 1M cached tokens (default: 0)")
     parser.add_argument("--rules", type=Path, metavar="FILE.toml", help="overrides the table of providers and prices")
+    parser.add_argument("--provider", choices=PROVIDER_NAMES, metavar="NAME",
+                        help=f"whose rules, in place of an engine's cache: {', '.join(PROVIDER_NAMES)}")  # fmt: skip
     parser.add_argument("--prefill-rate", type=positive, metavar="N", help="tokens a second, for milliseconds lost")
     parser.add_argument("--interval", type=float, default=0.0, metavar="S",
                         help="for a URL: scrape twice, so far apart, and tell the present rate")  # fmt: skip
@@ -103,6 +116,8 @@ def _explain_requests(
     case = prepare(args.log.name, requests if has_whole_prompts else [], encoder, args.block_size)
     if not case.requests:
         return _explain_usage(args, requests, read)
+    if args.provider is not None and (not case.has_text):
+        return fail("--provider: needs prompts as text, to see where they may be cached", code=1)
     reality = Reality(
         case.trace.block_size,
         tuple(args.split_by),
@@ -115,6 +130,7 @@ def _explain_requests(
 
 def _explain_case(args: argparse.Namespace, case: Case, reality: Reality, read: ReadReport) -> int:
     from anaphora.lab.explain.fixes import fixes as find_fixes
+    from anaphora.lab.explain.provider import ProviderCase
     from anaphora.lab.explain.report import (
         NOT_REPORTED,
         as_dict,
@@ -126,11 +142,13 @@ def _explain_case(args: argparse.Namespace, case: Case, reality: Reality, read: 
     from anaphora.lab.explain.waterfall import explain
     from anaphora.lab.images import to_png
     from anaphora.lab.page import page, percent
+    from anaphora.lab.providers.catalogue import Catalogue
 
-    found = explain(case, reality)
-    fixes = find_fixes(case, reality, found)
+    provider = None if args.provider is None else ProviderCase(case, Catalogue(args.rules), args.provider)
+    found = explain(case, reality, provider)
+    fixes = find_fixes(case, reality, found) if provider is None else provider.fixes(found)
     worth = _worth(args, case.requests)
-    said = [_sentence(args, case, reality)]
+    said = [_sentence(args, case, reality, provider)]
     if case.num_without_content:
         said.append(f"{case.num_without_content:,} requests without content are left out.")
     if found.estimate_error is not None:
@@ -266,8 +284,13 @@ def _worth(args: argparse.Namespace, requests: list[LoggedRequest]) -> Worth:
     return Worth(None if prices is None else (prices.input - prices.read) / 1_000_000, seconds)
 
 
-def _sentence(args: argparse.Namespace, case: Case, reality: Reality) -> str:
+def _sentence(args: argparse.Namespace, case: Case, reality: Reality, provider: ProviderCase | None) -> str:
     trace = case.trace
+    tokens = f"; tokens by {trace.encoder}" if trace.encoder else ""
+    if provider is not None:
+        rules = provider.rules
+        source = f"{rules.title}, as of {rules.as_of} ({rules.source})"
+        return f"{trace.name}: {len(case.requests):,} requests under the rules of {source}{tokens}."
     assumed = [f"blocks of {reality.block_size} tokens"]
     assumed.append("memory not known" if reality.capacity_blocks is None else f"{reality.capacity_blocks:,} blocks")
     if reality.ttl_s is not None:
@@ -275,4 +298,4 @@ def _sentence(args: argparse.Namespace, case: Case, reality: Reality) -> str:
     if reality.replicas is not None:
         assumed.append(f"{reality.replicas} replicas, round-robin")
     text = f"{trace.name}: {len(case.requests):,} requests; taken: {', '.join(assumed)}"
-    return text + (f"; tokens by {trace.encoder}" if trace.encoder else "") + "."
+    return f"{text}{tokens}."

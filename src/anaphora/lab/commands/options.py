@@ -35,6 +35,9 @@ FORMAT_NAMES = (
 )
 """Those of `importers.FORMATS`; here, so that `--help` need not load them all."""
 
+PROVIDER_NAMES = ("anthropic", "bedrock", "openai", "openai-explicit", "gemini", "deepseek")
+"""Those of `providers/rules.toml`."""
+
 _CAPACITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)\s*(blocks|tokens|KiB|MiB|GiB|TiB|)")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SCALE = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anaphora.lab.commands.explain import price
-from anaphora.lab.commands.options import add_log, fail, note_report, open_log
+from anaphora.lab.commands.options import PROVIDER_NAMES, add_log, fail, note_report, open_log
 
 if TYPE_CHECKING:
     import argparse
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
     from anaphora.lab.providers.advice import Bill
     from anaphora.lab.providers.catalogue import Catalogue, Prices
 
-_NAMES = ("anthropic", "bedrock", "openai", "openai-explicit", "gemini", "deepseek")
-
 
 def add_providers(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.set_defaults(run=_providers)
     add_log(parser, "LOG")
-    parser.add_argument("--provider", nargs="+", metavar="NAME", default=list(_NAMES),
-                        help=f"whose rules (default: all of {', '.join(_NAMES)})")  # fmt: skip
+    parser.add_argument("--provider", nargs="+", metavar="NAME", default=list(PROVIDER_NAMES),
+                        help=f"whose rules (default: all of {', '.join(PROVIDER_NAMES)})")  # fmt: skip
     parser.add_argument("--rules", type=Path, metavar="FILE.toml", help="overrides the table of rules and prices")
     parser.add_argument("--price-input", type=price, metavar="USD", help="for 1M tokens, whatever the log's model")
     parser.add_argument("--all", action="store_true", help="list every way to mark, not the cheapest alone")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from anaphora.lab.explain.volatile import FIXES, VOLATILES
-from anaphora.lab.explain.waterfall import conditions_of
+from anaphora.lab.explain.waterfall import conditions_of, scales_of
 
 if TYPE_CHECKING:
     from anaphora.lab.explain.case import Case, Conditions
@@ -28,10 +28,7 @@ def fixes(case: Case, reality: Reality, found: Waterfall) -> list[Fix]:
     """Fixes for the causes that were found, the best first; those that bring nothing are left out."""
     real = conditions_of(case, reality)
     unit = case.trace.unit
-    scales = [
-        request.length / prompt.num_tokens if request.length and prompt.num_tokens else 1.0
-        for request, prompt in zip(case.requests, case.prompts(), strict=True)
-    ]
+    scales = scales_of(case)
 
     def cached(conditions: Conditions) -> float:
         return sum(n * s for n, s in zip(case.run(case.prompts(), conditions, unit), scales, strict=True))

@@ -30,6 +30,7 @@ from anaphora.lab.explain.volatile import VOLATILES, Difference, tell, without
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from anaphora.lab.explain.provider import ProviderCase
     from anaphora.lab.record import LoggedRequest, Part
 
 
@@ -107,15 +108,23 @@ class Waterfall:
         return None if self.reported is None or not self.reporting_tokens else self.reported / self.reporting_tokens
 
 
-def explain(case: Case, reality: Reality) -> Waterfall:
-    """Run the levels and name the losses. Cost: about ten runs of the log."""
+def explain(case: Case, reality: Reality, provider: ProviderCase | None = None) -> Waterfall:
+    """Run the levels and name the losses. Cost: about ten runs of the log.
+
+    provider: whose rules stand between the prompts and their reuse, in place of an engine's cache.
+    """
     unit, requests, prompts = case.trace.unit, case.requests, case.prompts()
-    scales = [_scale(request, prompt.num_tokens) for request, prompt in zip(requests, prompts, strict=True)]
+    scales = scales_of(case)
     finest = Conditions(serves_last_token=True)
     shared = case.run(prompts, finest, unit)
     diverged, offenders = _diverged(case, shared) if case.has_text else ([0.0] * len(prompts), [])
     names: list[str] = ["" if not loss else cause for loss, cause in _paired(diverged, offenders)]
-    levels = _levels(case, reality, shared)
+    levels: Sequence[tuple[str, Sequence[float]]] = _levels(case, reality, shared) if provider is None else []
+    if provider is not None:
+        # In the log's own counts; the waterfall brings them there again.
+        levels = [
+            (name, [num / scale for num, scale in zip(reads, scales, strict=True)]) for name, reads in provider.levels()
+        ]
     total = Cause("nothing shared")
     by_cause: dict[str, Cause] = {}
     for number, prompt in enumerate(prompts):
@@ -124,8 +133,9 @@ def explain(case: Case, reality: Reality) -> Waterfall:
         if loss:
             by_cause.setdefault(names[number], Cause(f"diverged: {names[number]}")).add(loss * scale)
     causes = [total, *sorted(by_cause.values(), key=lambda cause: -cause.num_tokens)]
-    before = shared
-    for name, level in levels:
+    before: Sequence[float] = shared
+    for name, reached in levels:
+        level = [min(one, other) for one, other in zip(reached, before, strict=True)]
         cause = Cause(name)
         for scale, one, other in zip(scales, before, level, strict=True):
             cause.add((one - other) * scale)
@@ -267,6 +277,11 @@ def _merged(offenders: Sequence[tuple[int, Offender]], scales: Sequence[float]) 
         if len(known.lines) < 5:
             known.lines += each.lines
     return sorted(found.values(), key=lambda each: -each.num_tokens)
+
+
+def scales_of(case: Case) -> list[float]:
+    """For each request the tokens that the log states for one that was encoded; 1 where it states none."""
+    return [_scale(request, prompt.num_tokens) for request, prompt in zip(case.requests, case.prompts(), strict=True)]
 
 
 def _scale(request: LoggedRequest, num_encoded: int) -> float:
