@@ -126,15 +126,31 @@ class FakeKubernetes:
 
     async def _list(self, path: str, query: dict[str, str], send: Send) -> None:
         with self._lock:
-            found = [item for (at, _), item in sorted(self._objects.items()) if at == path and _selected(item, query)]
-            start = int(query.get("continue", "0"))
-            size = min(self.page, int(query["limit"]))
-            metadata: dict[str, str] = {"resourceVersion": str(self._version)}
-            if start + size < len(found):
-                metadata["continue"] = str(start + size)
+            # Later pages are of the first one's version, and can be had as long as its history.
+            start, version = map(int, query.get("continue", f"0@{self._version}").split("@"))
+            is_expired = version < self._oldest
+            found = [item for item in self._as_of(path, version) if _selected(item, query)]
+            end = start + min(self.page, int(query["limit"]))
+            metadata = {"resourceVersion": str(version)}
+            if end < len(found):
+                metadata["continue"] = f"{end}@{version}"
             self.num_lists += start == 0
-            body = json.dumps({"kind": "List", "metadata": metadata, "items": found[start : start + size]})
-        await _answer(send, 200, body.encode())
+            body = json.dumps({"kind": "List", "metadata": metadata, "items": found[start:end]})
+        if is_expired:
+            await _answer(send, 410, _status(410, "the provided continue parameter is too old"))
+        else:
+            await _answer(send, 200, body.encode())
+
+    def _as_of(self, path: str, version: int) -> list[dict[str, Any]]:
+        objects = {name: item for (at, name), item in self._objects.items() if at == path}
+        for change in reversed(self._changes):
+            if change.path == path and change.version > version:
+                changed = change.after or change.before
+                assert changed is not None
+                objects.pop(changed["metadata"]["name"], None)
+                if change.before is not None:
+                    objects[change.before["metadata"]["name"]] = change.before
+        return [objects[name] for name in sorted(objects)]
 
     async def _watch(self, path: str, query: dict[str, str], send: Send) -> None:
         self.num_watches += 1

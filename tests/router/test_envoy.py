@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import queue
 import shutil
 import socket
 import subprocess
@@ -25,8 +26,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from openai import OpenAI  # noqa: E402
 
 from anaphora.router.certificate import self_signed  # noqa: E402
+from anaphora.router.prompt import TextEstimate  # noqa: E402
+from anaphora.router.replica import ReplicaSpec  # noqa: E402
+from anaphora.router.route import RouteOptions, build_app, make_server  # noqa: E402
 from tests.router.live_router import LiveRouter, eventually, routing  # noqa: E402
-from tests.server.live_server import LiveServer, serving_fake  # noqa: E402
+from tests.server.live_server import LiveServer, running, serving_fake  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -285,6 +289,28 @@ def test_health_says_whether_a_replica_is_ready(two: Any) -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
     for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
         eventually(lambda service=service: status(service) == serving)
+
+
+def test_a_router_that_stops_lets_requests_end_and_says_that_it_takes_no_more() -> None:
+    """As a rolling update does it: SIGTERM while answers stream."""
+    messages: queue.Queue[pb.ProcessingRequest | None] = queue.Queue()
+    address = f"127.0.0.1:{free_port()}"
+    with serving_fake() as a, grpc.insecure_channel(address) as channel:
+        app = build_app(RouteOptions(replicas=(ReplicaSpec.of(a.url),), ext_proc=address), TextEstimate())
+        with running(app, make_server) as (server, url):  # type: ignore[arg-type]
+            grpc.channel_ready_future(channel).result(10)
+            eventually(lambda: httpx.get(url + "/health").status_code == 200)
+            answers = pb_grpc.ExternalProcessorStub(channel).Process(iter(messages.get, None), timeout=20)
+            for message in (headers(), body()):
+                messages.put(message)
+            assert destination_of(next(answers))
+            assert next(answers).WhichOneof("response") == "request_body"
+            server.stop()
+            eventually(lambda: httpx.get(url + "/health").status_code == 503)
+            messages.put(response_headers())
+            assert next(answers).WhichOneof("response") == "response_headers"
+            messages.put(None)
+            assert list(answers) == []
 
 
 def envoy_binary() -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anaphora.fleet.cost import CostPolicy
@@ -246,6 +246,46 @@ def test_an_expired_version_is_listed_anew_and_what_was_missed_is_seen(cluster: 
                     )
                 )
             assert len(router.taking) == 5
+
+    run(test)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 4), st.sampled_from(["vllm", "other"]), st.booleans()),
+        st.tuples(st.sampled_from(["delete", "compact", "end", "bookmark", "down", "up", "wait"]), st.integers(0, 4)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS, st.integers(1, 3), st.integers(1, 200))
+def test_whatever_happened_the_router_comes_to_know_what_the_cluster_has(steps: Any, page: int, cut: int) -> None:
+    cluster = FakeKubernetes(token=None, page=page, cut=cut)
+    cluster.put(POOL_PATH, pool(8000))
+    present: dict[str, bool] = {}
+
+    async def test() -> None:
+        async with following(cluster) as router:
+            for step, number, *more in steps:
+                name = f"p{number}"
+                if step == "put":
+                    app, is_ready = more
+                    cluster.put(POD_PATH, pod(name, f"10.0.0.{number}", ready=is_ready, labels={"app": app}))
+                    present[name] = app == "vllm" and is_ready
+                elif step == "delete" and name in present:
+                    cluster.delete(POD_PATH, name)
+                    del present[name]
+                elif step in {"down", "up"}:
+                    cluster.is_down = step == "down"
+                elif step == "wait":
+                    await asyncio.sleep(0.02)
+                elif step != "delete":
+                    {"compact": cluster.compact, "end": cluster.end_watches, "bookmark": cluster.bookmark}[step]()
+            cluster.is_down = False
+            wanted = {f"10.0.0.{name[1:]}:8000" for name, is_taking in present.items() if is_taking}
+            await eventually(lambda: router.taking == wanted)
 
     run(test)
 

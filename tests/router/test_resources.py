@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anaphora.fleet.cost import CostPolicy
-from anaphora.router.admission import Admission
+from anaphora.router.admission import Admission, Concurrency, Saturation, Utilization
 from anaphora.router.fleet_state import Fleet
+from anaphora.router.llmd.config import ConfigError, parse_config
 from anaphora.router.prompt import TextEstimate
 from anaphora.router.replica import ReplicaSpec
 from anaphora.router.resource_file import ResourceError, parse_resources
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from anaphora.router.replica import Replica
 
+CONFIG_HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 HEAD = "apiVersion: llm-d.ai/v1alpha2\nkind: InferenceObjective\nmetadata: {name: batch}\n"
 REWRITE = "apiVersion: llm-d.ai/v1alpha2\nkind: InferenceModelRewrite\nmetadata: {name: canary}\n"
 
@@ -104,6 +107,44 @@ def fleet_of(*loads: tuple[int, float]) -> list[Replica]:
 )
 def test_saturation_is_the_mean_of_queue_or_cache_by_their_limits(loads: Any, saturation: float) -> None:
     assert Admission().saturation(fleet_of(*loads)) == pytest.approx(saturation)
+
+
+def test_a_limit_of_concurrency_counts_what_was_sent() -> None:
+    (replica,) = fleet_of((9, 0.9))
+    for _ in range(3):
+        replica.load.depart(100, 0.0)
+    assert Concurrency(4).of(replica) == 0.75
+    assert Concurrency(400, lambda: 0.0).of(replica) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("plugins", "detector"),
+    [
+        ("[]", Utilization()),
+        ("[{type: utilization-detector, parameters: {queueDepthThreshold: 2, kvCacheUtilThreshold: 0.5}}]",
+         Utilization(2, 0.5)),
+        ("[{type: concurrency-detector, parameters: {maxConcurrency: 7}}]\n"
+         "saturationDetector: {pluginRef: concurrency-detector}", Concurrency(7)),
+        ("[{type: concurrency-detector, parameters: {mode: tokens}}]\n"
+         "saturationDetector: {pluginRef: concurrency-detector}", Concurrency(1_000_000, time.monotonic)),
+    ],
+)  # fmt: skip
+def test_a_configuration_names_what_saturated_means(plugins: str, detector: Saturation) -> None:
+    assert parse_config(f"{CONFIG_HEAD}plugins: {plugins}").saturation == detector
+
+
+@pytest.mark.parametrize(
+    ("plugins", "problem"),
+    [
+        ("[{type: queue-scorer}]\nsaturationDetector: {pluginRef: queue-scorer}", "is no detector"),
+        ("[{type: concurrency-detector, parameters: {mode: x}}]\n"
+         "saturationDetector: {pluginRef: concurrency-detector}", "expected requests or tokens, got 'x'"),
+        ("[{type: utilization-detector, parameters: {queueDepthThreshold: 0}}]", "queueDepthThreshold: expected"),
+    ],
+)  # fmt: skip
+def test_a_detector_that_is_none_is_refused(plugins: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_config(f"{CONFIG_HEAD}plugins: {plugins}")
 
 
 def test_what_was_sent_beyond_a_replicas_places_waits_before_its_metrics_say_so() -> None:

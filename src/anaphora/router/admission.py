@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from anaphora.router.replica import Replica
     from anaphora.router.resources import InferenceObjective
 
 OBJECTIVE_HEADERS = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 """Where a request names its InferenceObjective; the first that is there counts."""
-QUEUE_DEPTH = 5.0
-KV_USAGE = 0.8
-"""What llm-d's utilization-detector takes for saturated where nobody says otherwise."""
 
 
-class Admission:
-    """Priorities by objective, and what counts as saturated.
+class Saturation(Protocol):
+    """How full replicas are."""
+
+    def of(self, replica: Replica) -> float:
+        """One replica's fullness, 1 and more meaning saturated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """llm-d's utilization-detector: waiting requests or KV usage, whichever is more, each by its limit.
+
+    Requests that we have sent beyond what a replica runs at once count as waiting at once, before its metrics say so.
 
     queue_depth: requests waiting at a replica; kv_usage: of its KV cache, 0 to 1.
     """
 
-    def __init__(self, *, queue_depth: float = QUEUE_DEPTH, kv_usage: float = KV_USAGE) -> None:
-        self._queue_depth = queue_depth
-        self._kv_usage = kv_usage
+    queue_depth: float = 5.0
+    kv_usage: float = 0.8
+
+    def of(self, replica: Replica) -> float:
+        """See Saturation."""
+        load = replica.load
+        waiting = max(load.num_waiting, len(load.inflight) - replica.max_running)
+        return max(waiting / self.queue_depth, load.kv_usage / self.kv_usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """llm-d's concurrency-detector: what we have sent and has not ended, by a limit.
+
+    clock: None counts requests; otherwise prompt tokens that are still to be computed at that time.
+    """
+
+    limit: float = 100.0
+    clock: Callable[[], float] | None = None
+
+    def of(self, replica: Replica) -> float:
+        """See Saturation."""
+        load = replica.load
+        return (len(load.inflight) if self.clock is None else load.inflight_tokens(self.clock())) / self.limit
+
+
+class Admission:
+    """Priorities by objective. saturation: what counts as full."""
+
+    def __init__(self, saturation: Saturation | None = None) -> None:
+        self._saturation = saturation or Utilization()
         self._sources: dict[str, Sequence[InferenceObjective]] = {}
         self._priorities: dict[str, int] = {}
 
@@ -46,15 +83,8 @@ class Admission:
         return self._priorities.get(named.decode("latin-1").strip(), 0)
 
     def saturation(self, replicas: Sequence[Replica]) -> float:
-        """How full replicas are, 1 and more meaning saturated, 0 where there are none.
-
-        llm-d's utilization-detector: the mean over replicas of waiting requests or KV usage, whichever is more, each by
-        its limit. Requests that we have sent beyond what a replica runs at once count as waiting at once, before its
-        metrics say so.
-        """
-        if not replicas:
-            return 0.0
-        return sum(map(self._fullness, replicas)) / len(replicas)
+        """How full replicas are on the average, 1 and more meaning saturated; 0 where there are none."""
+        return sum(map(self._saturation.of, replicas)) / len(replicas) if replicas else 0.0
 
     def check(self, priority: int, replicas: Sequence[Replica]) -> None:
         """Raise ApiError (429) for a request of negative priority while `replicas`, its candidates, are saturated."""
@@ -65,8 +95,3 @@ class Admission:
                 code="saturated",
                 headers={"x-llm-d-request-dropped-reason": "rejected-saturated", "retry-after": "1"},
             )
-
-    def _fullness(self, replica: Replica) -> float:
-        load = replica.load
-        waiting = max(load.num_waiting, len(load.inflight) - replica.max_running)
-        return max(waiting / self._queue_depth, load.kv_usage / self._kv_usage)

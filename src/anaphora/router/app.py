@@ -58,6 +58,7 @@ class RouterApp:
 
     POST and GET under /v1 go to a replica. `/explain/v1/...` takes the same body and tells where it would go;
     `/explain/<request id>` tells of a request that went; `/replicas`, `/health` and `/metrics` are the router's own.
+    in_progress: where requests that do not come through here (Envoy's) count as going on.
     """
 
     def __init__(
@@ -67,18 +68,23 @@ class RouterApp:
         metrics: Metrics,
         upstream: Upstream,
         background: list[Callable[[], Awaitable[None]]],
+        in_progress: InProgress | None = None,
     ) -> None:
         self._fleet = fleet
         self._proxy = proxy
         self._metrics = metrics
         self._upstream = upstream
         self._background = [*background, self._keep_house]
-        self.generations = InProgress()
+        self.generations = InProgress() if in_progress is None else in_progress
 
     @property
     def app(self) -> RouterApp:
         """Itself: what a server runs."""
         return self
+
+    def drain(self) -> None:
+        """The router is to stop. Requests are served until the last one has ended, but /health says no."""
+        self._fleet.is_closing = True
 
     @property
     def replica_names(self) -> tuple[str, ...]:
@@ -135,7 +141,9 @@ class RouterApp:
         elif path == "/health" and method in {"GET", "HEAD"}:
             now = self._fleet.clock()
             num_ready = sum(replica.can_take(now) for replica in self._fleet.replicas.values())
-            await _send_json(send, 200 if num_ready else 503, {"ready_replicas": num_ready})
+            is_closing = self._fleet.is_closing
+            status = 200 if num_ready and not is_closing else 503
+            await _send_json(send, status, {"ready_replicas": num_ready, "draining": is_closing})
         elif path == "/metrics" and method == "GET":
             accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
             body, content_type = self._metrics.expose(accept)
@@ -153,6 +161,7 @@ class RouterApp:
                     "ready": replica.can_take(now),
                     "healthy": replica.is_healthy,
                     "draining": replica.is_draining,
+                    "held": replica.is_held,
                     "models": sorted(replica.models),
                     "knowledge": knowledge.kind(name),
                     "problem": replica.precise_problem,

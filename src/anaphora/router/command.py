@@ -44,6 +44,10 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--first-byte-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
     parser.add_argument("--idle-timeout", type=float, default=120.0, metavar="S", help="between bytes (default: 120)")
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="S",
+        help="how long requests may go on after SIGTERM (default: 30)",
+    )  # fmt: skip
     _add_discovery(parser)
     tls = parser.add_argument_group("Replicas with https")
     tls.add_argument(
@@ -181,6 +185,7 @@ def _run(args: argparse.Namespace) -> int:
         ("--first-byte-timeout", args.first_byte_timeout),
         ("--idle-timeout", args.idle_timeout),
         ("--dns-interval", args.dns_interval),
+        ("--drain-timeout", args.drain_timeout),
     ):
         if not value > 0:
             return _fail(f"{name}: expected seconds above 0, got {value}", code=2)
@@ -235,6 +240,7 @@ def _run(args: argparse.Namespace) -> int:
         ext_proc_endpoints=args.ext_proc_endpoints,
         is_conformance_test=args.ext_proc_conformance,
         tls=ReplicaTls(args.replica_ca, args.replica_cert, args.replica_key, verifies=not args.replica_insecure),
+        drain_s=args.drain_timeout,
     )
     try:
         return route(options)

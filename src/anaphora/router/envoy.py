@@ -29,6 +29,7 @@ from anaphora.server.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from anaphora.router.app import InProgress
     from anaphora.router.conformance import Conformance
     from anaphora.router.fleet_state import Fleet, Routed, Trip
     from anaphora.router.metrics import Metrics
@@ -78,6 +79,7 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
         fleet: Fleet,
         proxy: Proxy,
         metrics: Metrics,
+        in_progress: InProgress,
         *,
         num_endpoints: int = 1,
         body_limit_bytes: int = 32 * 2**20,
@@ -86,6 +88,7 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
         self._fleet = fleet
         self._proxy = proxy
         self._metrics = metrics
+        self._in_progress = in_progress
         self._num_endpoints = num_endpoints
         self._limit = body_limit_bytes
         self._conformance = conformance
@@ -95,17 +98,18 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
     ) -> AsyncIterator[pb.ProcessingResponse]:
         """Serve one stream: one HTTP request and its answer."""
         call = _Call()
-        try:
-            async for message in requests:
-                try:
-                    answers = await self._answer(call, message)
-                except ApiError as error:
-                    yield _refusal(error)
-                    return
-                for answer in answers:
-                    yield answer
-        finally:
-            self._end(call)
+        with self._in_progress.one():
+            try:
+                async for message in requests:
+                    try:
+                        answers = await self._answer(call, message)
+                    except ApiError as error:
+                        yield _refusal(error)
+                        return
+                    for answer in answers:
+                        yield answer
+            finally:
+                self._end(call)
 
     async def _answer(self, call: _Call, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         if message.HasField("protocol_config"):
@@ -256,7 +260,7 @@ async def serve_picker(picker: EndpointPicker, fleet: Fleet, server: grpc.aio.Se
     try:
         while True:
             now = fleet.clock()
-            is_ready = any(replica.can_take(now) for replica in fleet.replicas.values())
+            is_ready = not fleet.is_closing and any(replica.can_take(now) for replica in fleet.replicas.values())
             await checks.set("liveness", states.SERVING)
             for service in ("", "readiness", _SERVICE):
                 await checks.set(service, states.SERVING if is_ready else states.NOT_SERVING)
@@ -265,7 +269,7 @@ async def serve_picker(picker: EndpointPicker, fleet: Fleet, server: grpc.aio.Se
         await server.stop(grace=0.5)
 
 
-def make_server(
+def make_picker_server(
     address: str, *, certificate: bytes | None = None, key: bytes | None = None
 ) -> tuple[grpc.aio.Server, int]:
     """Return a gRPC server and its port; TLS where a certificate and its key are given (PEM).

@@ -122,6 +122,7 @@ class Routed:
 class Fleet:
     """Replicas and the knowledge of them. Lives on the event loop; nothing here waits.
 
+    is_closing: whoever can is to send requests to another router.
     num_blocks: of a replica's cache where it does not say; max_running: the same for its requests at once.
     """
 
@@ -147,6 +148,7 @@ class Fleet:
         )
         self.explained: OrderedDict[str, Routed] = OrderedDict()
         self.on_lost: Callable[[Replica], None] | None = None
+        self.is_closing = False
         self._rng = rng or random.Random()
         self._num_blocks = num_blocks
         self._max_running = max_running

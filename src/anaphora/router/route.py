@@ -13,7 +13,7 @@ from anaphora.fleet.cost import CostPolicy
 from anaphora.fleet.index import DEFAULT_MAX_BYTES
 from anaphora.fleet.knowledge import DEFAULT_NUM_BLOCKS
 from anaphora.router.admission import Admission
-from anaphora.router.app import RouterApp
+from anaphora.router.app import InProgress, RouterApp
 from anaphora.router.discovery.dns_names import DEFAULT_INTERVAL_S, DnsName, DnsSource
 from anaphora.router.discovery.membership import EventPorts, Membership
 from anaphora.router.discovery.replica_list import parse_replica, read_replicas
@@ -69,6 +69,7 @@ class RouteOptions:
     replicas_file: one replica a line (URL, then options like kv-events=tcp://...), read again whenever it changes.
     dns: names to look up every dns_interval_s. cluster: pods of Kubernetes. kv_events_port, kv_replay_port: where
     replicas found in either way publish their KV events; None: they do not.
+    drain_s: how long requests may go on once the router was told to stop.
     resources_file: InferenceObjective and InferenceModelRewrite in YAML, read again whenever it changes.
     config: an EndpointPickerConfig of llm-d; without it requests go where they cost least time.
     ext_proc: an address, 0.0.0.0:9002, where Envoy asks for endpoints; TLS with a certificate and its key (PEM).
@@ -106,6 +107,7 @@ class RouteOptions:
     ext_proc_endpoints: int = 1
     is_conformance_test: bool = False
     tls: ReplicaTls = field(default_factory=ReplicaTls)
+    drain_s: float = 30.0
 
 
 def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | None = None) -> RouterApp:
@@ -139,7 +141,7 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         ssl_context=_ssl_context(options.tls),
     )  # fmt: skip
     metrics = Metrics(fleet)
-    admission = _admission(config)
+    admission = Admission(config.saturation if config is not None else None)
     rewrites = ModelRewrites()
     salt_secret = (options.salt_secret or secrets.token_bytes(32)) if options.binds_salts else None
     proxy = Proxy(
@@ -156,9 +158,10 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         raise RouteError(str(error)) from None
     if len(background) > 1 or any(replica.spec.kv_events for replica in fleet.replicas.values()):
         background.append(_follower(fleet).run)
+    in_progress = InProgress()
     if options.ext_proc is not None:
-        background.append(_picker_job(options, options.ext_proc, fleet, proxy, metrics))
-    return RouterApp(fleet, proxy, metrics, upstream, background)
+        background.append(_picker_job(options, options.ext_proc, fleet, proxy, metrics, in_progress))
+    return RouterApp(fleet, proxy, metrics, upstream, background, in_progress)
 
 
 def _ssl_context(tls: ReplicaTls) -> ssl.SSLContext:
@@ -260,12 +263,6 @@ def _event_ports(options: RouteOptions, config: PickerConfig | None) -> EventPor
     return None
 
 
-def _admission(config: PickerConfig | None) -> Admission:
-    if config is None:
-        return Admission()
-    return Admission(queue_depth=config.saturation_queue_depth, kv_usage=config.saturation_kv_usage)
-
-
 def route(options: RouteOptions) -> int:
     """Route until a signal; return the exit code.
 
@@ -281,14 +278,32 @@ def route(options: RouteOptions) -> int:
             tokens = "exact tokens" if options.model else "tokens estimated from text"
             _say(f"Anaphora {__version__}: routing {url_of(sock)}/v1 to {names}; {tokens}. Ctrl-C stops it.")
 
-        make_server(app, on_started=on_started).run(sockets=[sock])
+        def on_waiting(num_requests: int) -> None:
+            _say(f"\nStopping after {num_requests} requests, or in {options.drain_s:g} s; Ctrl-C again for at once.")
+
+        server = make_server(app, on_started=on_started, on_waiting=on_waiting, drain_s=options.drain_s)
+        server.run(sockets=[sock])
     _say("\nStopped.")
     return 0
 
 
-def make_server(app: RouterApp, *, on_started: Callable[[], None] | None = None) -> Server:
-    """Return what serves the router: on uvloop where that is installed."""
-    return Server(app, on_started=on_started, http=RouterProtocol, loop="auto")
+def make_server(
+    app: RouterApp,
+    *,
+    on_started: Callable[[], None] | None = None,
+    on_waiting: Callable[[int], None] | None = None,
+    drain_s: float | None = None,
+) -> Server:
+    """Return what serves the router: on uvloop where that is installed. See Server; drain_s is its grace_s."""
+    return Server(
+        app,
+        on_started=on_started,
+        on_draining=app.drain,
+        on_waiting=on_waiting,
+        grace_s=drain_s,
+        http=RouterProtocol,
+        loop="auto",
+    )
 
 
 def prompt_source(model: str | None) -> PromptSource:
@@ -301,19 +316,19 @@ def prompt_source(model: str | None) -> PromptSource:
 
 
 def _picker_job(
-    options: RouteOptions, address: str, fleet: Fleet, proxy: Proxy, metrics: Metrics
+    options: RouteOptions, address: str, fleet: Fleet, proxy: Proxy, metrics: Metrics, in_progress: InProgress
 ) -> Callable[[], Awaitable[None]]:
     from anaphora.router.conformance import Conformance  # noqa: PLC0415
-    from anaphora.router.envoy import EndpointPicker, make_server, serve_picker  # noqa: PLC0415 - needs grpcio
+    from anaphora.router.envoy import EndpointPicker, make_picker_server, serve_picker  # noqa: PLC0415 - needs grpcio
 
     picker = EndpointPicker(
-        fleet, proxy, metrics,
+        fleet, proxy, metrics, in_progress,
         num_endpoints=options.ext_proc_endpoints, body_limit_bytes=options.body_limit_bytes,
         conformance=Conformance(_pool_shown(options.cluster)) if options.is_conformance_test else None,
     )  # fmt: skip
 
     async def run() -> None:
-        server, _ = make_server(address, certificate=options.ext_proc_certificate, key=options.ext_proc_key)
+        server, _ = make_picker_server(address, certificate=options.ext_proc_certificate, key=options.ext_proc_key)
         await serve_picker(picker, fleet, server)
 
     return run

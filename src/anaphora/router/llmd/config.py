@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +15,7 @@ from anaphora.fleet.filters import FILTERS, Filter
 from anaphora.fleet.pickers import PICKERS, MaxScorePicker, Picker
 from anaphora.fleet.profile import AlwaysDecider, PrefixBasedDecider, Profile, ProfilePolicy, WeightedScorer
 from anaphora.fleet.scorers import SCORERS, Scorer
+from anaphora.router.admission import Concurrency, Saturation, Utilization
 from anaphora.router.llmd import schema
 from anaphora.router.llmd.schema import PARAMETERS, FileConfig, PluginSpec, ProfileSpec
 from anaphora.router.replica import ReplicaSpec
@@ -25,6 +27,7 @@ _VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 _KIND = "EndpointPickerConfig"
 _HANDLERS = ("single-profile-handler", "disagg-profile-handler", "pd-profile-handler")
 _PRODUCERS = {"approx-prefix-cache-producer", "precise-prefix-cache-producer", "precise-prefix-cache-scorer"}
+_SATURATION = Utilization()
 _DEFAULT_PRODUCER = "approx-prefix-cache-producer"
 _NOT_PASSED_ON = {
     "prefix_match_info_producer_name",
@@ -60,7 +63,7 @@ class PickerConfig:
     """What a file says.
 
     block_size, num_blocks: of the knowledge of replicas; num_blocks where a replica does not say.
-    saturation_queue_depth, saturation_kv_usage: of the utilization-detector, above which requests may be shed.
+    saturation: when requests of negative priority are shed.
     index_bytes: of the index, None for the default. kv_events_port, kv_replay_port: where replicas publish, if precise.
     """
 
@@ -73,8 +76,7 @@ class PickerConfig:
     kv_replay_port: int | None = None
     topic: str = ""
     discovery: Discovery | None = None
-    saturation_queue_depth: float = 5.0
-    saturation_kv_usage: float = 0.8
+    saturation: Saturation = _SATURATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,24 @@ class _Loader:
             return AlwaysDecider()
         raise ConfigError(f"deciders.prefill: no decider is called {name!r}")
 
+    def _saturation(self) -> Saturation:
+        """The detector that is referred to, else a utilization-detector that is declared, else the default one."""
+        ref = self._config.saturation_detector
+        declared = [name for name, kind in self._types.items() if kind == "utilization-detector"]
+        name = ref.plugin_ref if ref is not None else next(iter(declared), None)
+        if name is None:
+            return _SATURATION
+        parameters = self._parameters[name]
+        if isinstance(parameters, schema.UtilisationParameters):
+            return Utilization(parameters.queue_depth_threshold, parameters.kv_cache_util_threshold)
+        if not isinstance(parameters, schema.ConcurrencyParameters):
+            raise ConfigError(f"saturationDetector.pluginRef: {name!r} is no detector, but a {self._types[name]}")
+        if parameters.mode == "requests":
+            return Concurrency(parameters.max_concurrency)
+        if parameters.mode == "tokens":
+            return Concurrency(parameters.max_token_concurrency, time.monotonic)
+        raise ConfigError(f"concurrency-detector: mode: expected requests or tokens, got {parameters.mode!r}")
+
     def _picker_config(self, policy: ProfilePolicy) -> PickerConfig:
         options: dict[str, Any] = {}
         for name, kind in self._types.items():
@@ -273,10 +293,7 @@ class _Loader:
                 options["num_blocks"] = parameters.lru_capacity_per_server
             elif kind in _PRODUCERS:
                 options |= _precise_options(parameters)
-            elif kind == "utilization-detector":
-                options["saturation_queue_depth"] = parameters.queue_depth_threshold
-                options["saturation_kv_usage"] = parameters.kv_cache_util_threshold
-        config = PickerConfig(policy, **options)
+        config = PickerConfig(policy, saturation=self._saturation(), **options)
         for name, kind in self._types.items():
             if kind == "file-discovery":
                 parameters = self._parameters[name]
@@ -328,6 +345,7 @@ def _convert(value: Any, kind: type[_T], path: str) -> _T:
 _POSITIVE = {
     "block_size_tokens", "block_size", "lru_capacity_per_server", "lru_size", "threshold", "queue_threshold_tokens",
     "max_num_of_endpoints", "queue_depth_threshold", "kv_cache_util_threshold",
+    "max_concurrency", "max_token_concurrency",
     "match_length_scale_tokens", "peak_prefill_throughput", "socket_port",
 }  # fmt: skip
 _SHARES = {"affinity_threshold", "exploration_probability", "match_length_weight"}
