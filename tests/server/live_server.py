@@ -36,7 +36,7 @@ def running(api: OpenAIServer, make: Callable[..., Server] = Server) -> Iterator
     """Serve while in the context, by the server that `make` returns; yield it and its URL."""
     sock = bind("127.0.0.1", 0)
     started = threading.Event()
-    draining = {"on_draining": api.drain} if hasattr(api, "drain") else {}
+    draining = {"on_draining": api.drain} if make is Server and hasattr(api, "drain") else {}
     server = make(api, on_started=started.set, **draining)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     url = url_of(sock)
