@@ -22,6 +22,7 @@ from anaphora.lab.optimum import Optimum
 from anaphora.lab.replay import CacheReplay, Counting, Fleet, Routing, count
 from anaphora.lab.simulate import OPTIMUM, Setting, run, settings_of, sweep
 from anaphora.lab.trace import Prompt, Trace, build_trace
+from anaphora.lab.workload import as_mooncake, generate
 
 from .samples import SAMPLES, SHARED, jsonl
 
@@ -294,3 +295,55 @@ class TestCommand:
 
 def test_the_command_line_knows_every_format() -> None:
     assert set(FORMAT_NAMES) == set(FORMATS)
+
+
+class TestStream:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        file = tmp_path / "trace.jsonl"
+        file.write_text("\n".join(as_mooncake(generate(["chat", "rag"], 30, 1.0, seed=6))))
+        return file
+
+    def test_a_trace_that_is_not_kept_gives_the_same_outcomes(
+        self, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = []
+        for more in ([], ["--stream"]):
+            options = [
+                "--capacity",
+                "20",
+                "100",
+                "--replicas",
+                "1",
+                "7",
+                "--routing",
+                "session",
+                "--jobs",
+                "1",
+                "--json",
+            ]
+            assert main(["simulate", str(path), *options, *more]) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        assert found[0]["runs"] == found[1]["runs"]
+        assert found[0]["trace"]["prompt_tokens"] == found[1]["trace"]["prompt_tokens"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ([], "needs --capacity with a bound"),
+            (["--capacity", "10", "--policy", "optimum"], "not with --policy optimum"),
+            (["--capacity", "10", "--count", "listed"], "not with --engine or --count listed"),
+        ],
+    )
+    def test_what_needs_the_whole_trace_is_refused(
+        self, options: list[str], message: str, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["simulate", str(path), "--stream", *options]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_lines_that_go_back_in_time_are_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "trace.jsonl"
+        line = '{"timestamp": %d, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
+        path.write_text(line % 2000 + line % 1000)
+        assert main(["simulate", str(path), "--stream", "--capacity", "10"]) == 1
+        assert "line 2: earlier than the line before" in capsys.readouterr().err

@@ -10,14 +10,14 @@ from anaphora.lab.charts import Panel, draw
 from anaphora.lab.optimum import Optimum
 from anaphora.lab.page import Table, percent
 from anaphora.lab.progress import ProgressBar
-from anaphora.lab.replay import CacheReplay, Counting, Fleet, Routing, count
+from anaphora.lab.replay import CacheReplay, Counting, Counts, Fleet, Routing, count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from anaphora.cache.options import IndexKind
     from anaphora.lab.replay import Cache
-    from anaphora.lab.trace import Trace
+    from anaphora.lab.trace import Prompt, Trace
 
 OPTIMUM = "optimum"
 """A policy that knows the future; it takes the place of an eviction policy for one replica."""
@@ -83,28 +83,56 @@ def settings_of(
 def run(trace: Trace, setting: Setting) -> Outcome:
     """One run of a trace. Cost: about 30 us a request, and as much memory as the distinct prompts."""
     per_replica = setting.capacity_blocks or max(1, trace.num_blocks(setting.block_size))
-    replicas: list[CacheReplay] = []
     fleet: Fleet | None = None
     cache: Cache
     if setting.policy == OPTIMUM and setting.capacity_blocks is not None:
         cache = Optimum(trace.prompts, per_replica, setting.block_size, trace.unit, setting.counting)
     else:
-        policy = "lru" if setting.policy == OPTIMUM else setting.policy
-        replicas = [
-            CacheReplay(
-                per_replica,
-                setting.block_size,
-                trace.unit,
-                index=setting.index,
-                eviction=policy,
-                counting=setting.counting,
-            )
-            for _ in range(setting.replicas)
-        ]
-        cache = fleet = Fleet(replicas, setting.routing)
+        cache = fleet = _fleet(setting, per_replica, trace.unit)
     counts = count(
         trace.prompts, cache, setting.block_size, counting=setting.counting, measure_after=setting.measure_after
     )
+    return _outcome(setting, counts, fleet)
+
+
+def run_stream(trace: Trace, prompts: Iterable[Prompt], settings: Sequence[Setting]) -> list[Outcome]:
+    """All runs at once over prompts that come one by one: memory is that of the caches.
+
+    trace: what the prompts' reader fills, `unit` before the first of them is given. Raises ValueError: a setting
+    without a bound, with the optimum, or with `measure_after`, which need to know the whole trace beforehand.
+    """
+    for setting in settings:
+        if setting.capacity_blocks is None or setting.policy == OPTIMUM or setting.measure_after:
+            raise ValueError("--stream: needs --capacity with a bound; not with --policy optimum or --measure-after")
+    fleets: list[Fleet] = []
+    counted = [Counts() for _ in settings]
+    for prompt in prompts:
+        if not fleets:
+            fleets = [_fleet(setting, setting.capacity_blocks or 0, trace.unit) for setting in settings]
+        for setting, fleet, counts in zip(settings, fleets, counted, strict=True):
+            counts.add(prompt, fleet.serve(prompt), setting.block_size, setting.counting)
+    if not fleets:
+        return []
+    return [_outcome(*each) for each in zip(settings, counted, fleets, strict=True)]
+
+
+def _fleet(setting: Setting, per_replica: int, unit: int) -> Fleet:
+    policy = "lru" if setting.policy == OPTIMUM else setting.policy
+    replicas = [
+        CacheReplay(
+            per_replica,
+            setting.block_size,
+            unit,
+            index=setting.index,
+            eviction=policy,
+            counting=setting.counting,
+        )
+        for _ in range(setting.replicas)
+    ]
+    return Fleet(replicas, setting.routing)
+
+
+def _outcome(setting: Setting, counts: Counts, fleet: Fleet | None) -> Outcome:
     return Outcome(
         setting,
         counts.num_requests,
@@ -112,7 +140,7 @@ def run(trace: Trace, setting: Setting) -> Outcome:
         counts.num_cached_tokens,
         counts.num_blocks,
         counts.num_cached_blocks,
-        sum(replica.manager.stats().evicted_blocks for replica in replicas) if replicas else None,
+        None if fleet is None else sum(replica.manager.stats().evicted_blocks for replica in fleet.replicas),
         fleet.balance if fleet is not None and setting.replicas > 1 else None,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,10 @@ from anaphora.lab.commands.options import (
 if TYPE_CHECKING:
     import argparse
 
+    from anaphora.lab.encoding import Encoder
+    from anaphora.lab.importers import Log
     from anaphora.lab.page import Table
-    from anaphora.lab.simulate import Outcome
+    from anaphora.lab.simulate import Outcome, Setting
     from anaphora.lab.trace import Trace
 
 _POLICIES = ("lru", "adaptive", "slru", "lfu", "fifo", "filo", "mru", "tlru", "optimum")
@@ -61,16 +63,18 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
                         help="arrivals X times as fast as in the trace; max: all at once (default: 1)")  # fmt: skip
     engine.add_argument("--beside-no-cache", action="store_true", help="the same without a cache too")
     parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: one a core)")
+    parser.add_argument("--stream", action="store_true",
+                        help="read the trace once and keep none of it: memory is that of the caches; needs --capacity, "
+                             "and a trace in order of time")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     add_pictures(parser)
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write one HTML page that opens offline")
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from anaphora.lab.images import ImageError, write_pictures
     from anaphora.lab.importers import LogError
     from anaphora.lab.model_files import kv_bytes_per_token
-    from anaphora.lab.simulate import Setting, pictures, settings_of, sweep, table
+    from anaphora.lab.simulate import settings_of, sweep
     from anaphora.lab.trace import build_trace
 
     if args.index == "hash" and set(args.policy) - {"lru", "optimum"}:
@@ -78,6 +82,8 @@ def _simulate(args: argparse.Namespace) -> int:
     try:
         bytes_per_token = args.kv_bytes_per_token or (kv_bytes_per_token(args.model) if args.model else None)
         log, encoder = open_log(args)
+        if args.stream:
+            return _simulate_stream(args, log, encoder, bytes_per_token)
         trace = build_trace(args.log.name, islice(log.requests(), args.limit), encoder, args.block_size)
     except LogError as error:
         return fail(str(error))
@@ -90,23 +96,62 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.count == "listed" and trace.block_size != trace.listed_block:
         return fail("--count: listed needs a trace that names blocks, at its own block size", code=2)
     try:
-        capacities = [
-            size.in_blocks(trace.block_size, bytes_per_token) for size in args.capacity or [capacity("unbounded")]
-        ]
+        capacities = _capacities(args, trace, bytes_per_token)
     except ValueError as error:
         return fail(str(error), code=2)
     if args.engine:
         return _simulate_engines(args, trace, capacities)
-    common = Setting(
+    settings = settings_of(capacities, args.policy, args.replicas, _common(args, trace))
+    outcomes = sweep(trace, settings, args.jobs or os.cpu_count() or 1)
+    return _tell(args, trace, log, outcomes, bytes_per_token)
+
+
+def _capacities(args: argparse.Namespace, trace: Trace, bytes_per_token: int | None) -> list[int | None]:
+    sizes = args.capacity or [capacity("unbounded")]
+    return [size.in_blocks(trace.block_size, bytes_per_token) for size in sizes]
+
+
+def _common(args: argparse.Namespace, trace: Trace) -> Setting:
+    from anaphora.lab.simulate import Setting
+
+    return Setting(
         block_size=trace.block_size,
         routing=args.routing,
         index=args.index,
         counting=args.count,
         measure_after=args.measure_after,
     )
-    outcomes = sweep(
-        trace, settings_of(capacities, args.policy, args.replicas, common), args.jobs or os.cpu_count() or 1
-    )
+
+
+def _simulate_stream(args: argparse.Namespace, log: Log, encoder: Encoder, bytes_per_token: int | None) -> int:
+    """Raises LogError."""
+    from anaphora.lab.simulate import run_stream, settings_of
+    from anaphora.lab.trace import Trace, stream_prompts
+
+    if args.engine or args.count == "listed":
+        return fail("--stream: not with --engine or --count listed", code=2)
+    trace = Trace(args.log.name, 1)
+    prompts = stream_prompts(trace, islice(log.requests(), args.limit), encoder, args.block_size)
+    first = next(prompts, None)
+    if first is None:
+        return fail(f"{args.log}: no request with content")
+    try:
+        settings = settings_of(
+            _capacities(args, trace, bytes_per_token), args.policy, args.replicas, _common(args, trace)
+        )
+        outcomes = run_stream(trace, chain([first], prompts), settings)
+    except ValueError as error:
+        return fail(str(error), code=2)
+    note_report(log.report)
+    return _tell(args, trace, log, outcomes, bytes_per_token)
+
+
+def _tell(
+    args: argparse.Namespace, trace: Trace, log: Log, outcomes: list[Outcome], bytes_per_token: int | None
+) -> int:
+    from anaphora.lab.images import ImageError, write_pictures
+    from anaphora.lab.simulate import pictures, table
+
     drawn = pictures(outcomes, bytes_per_token)
     try:
         write_pictures(drawn, args.svg, args.png)
@@ -194,11 +239,11 @@ def _speed(text: str) -> float | None:
 def _described(trace: Trace) -> dict[str, object]:
     return {
         "name": trace.name,
-        "requests": len(trace.prompts),
+        "requests": trace.num_requests,
         "without_content": trace.num_without_content,
         "prompt_tokens": trace.num_tokens,
         "block_size": trace.block_size,
-        "blocks": trace.num_blocks(trace.block_size),
+        "blocks": trace.num_blocks(trace.block_size) if trace.prompts else None,
         "tokens_are_estimates": trace.is_estimate,
         "tokenizer": trace.encoder,
     }
@@ -206,8 +251,9 @@ def _described(trace: Trace) -> dict[str, object]:
 
 def _sentence(trace: Trace) -> str:
     text = (
-        f"{trace.name}: {len(trace.prompts):,} requests, {trace.num_tokens:,} prompt tokens, "
-        f"{trace.num_blocks(trace.block_size):,} blocks of {trace.block_size}"
+        f"{trace.name}: {trace.num_requests:,} requests, {trace.num_tokens:,} prompt tokens, "
+        + (f"{trace.num_blocks(trace.block_size):,} " if trace.prompts else "streamed, ")
+        + f"blocks of {trace.block_size}"
     )
     if trace.encoder is not None:
         text += f"; tokens by {trace.encoder}"
