@@ -13,13 +13,14 @@ import time
 from operator import index as to_integer
 from typing import TYPE_CHECKING
 
+from anaphora.cache.admission import Admission
 from anaphora.cache.copies import Copies
 from anaphora.cache.events import require_names
 from anaphora.cache.eviction import resolve_policy
 from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.host_tier import HostTier
-from anaphora.cache.index import NO_HIT, Hit, PrefixIndex, find_part, require
+from anaphora.cache.index import NO_HIT, PrefixIndex, require
 from anaphora.cache.options import check_options
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.residency import Residency, ResidencyStats
@@ -33,7 +34,6 @@ from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests, Media, Namespace,
 from anaphora.tokens import TOKEN_BYTES, TokenIds, pack
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as SequenceOf
 
@@ -101,8 +101,7 @@ class KVCacheManager:
         self._windows = Windows(windows, block_size, window_retention)
         self._num_groups = self._windows.num_groups
         self._no_tables = [NO_BLOCKS] * self._num_groups
-        self._hits_parts = self.match_unit < block_size
-        if self._hits_parts and self._num_groups > 1:
+        if self.match_unit < block_size and self._num_groups > 1:
             raise ValueError("match_unit: several layer groups hit whole blocks only; leave it out")
         self._events: list[Event] | None = [] if events else None
         self._residency = Residency(clock) if measure_residency else None
@@ -122,6 +121,16 @@ class KVCacheManager:
             self._host = HostTier(host_blocks, block_size, self._digests, self._events, self._transfers)
             self._index.spill_to(self._host)
         self._stats = CacheStats()
+        self._admission = Admission(
+            self._index,
+            self._host,
+            self._retained,
+            self._copies,
+            self._stats,
+            block_size=block_size,
+            match_unit=self.match_unit,
+            num_groups=self._num_groups,
+        )
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
@@ -187,7 +196,7 @@ class KVCacheManager:
         if num_tokens.__class__ is not int or num_tokens < 0:
             raise ValueError(f"num_tokens: expected an integer, 0 or more, got {num_tokens!r}")
         if sequence.state != "running":
-            return self._admit(sequence, num_tokens)
+            return self._admission.admit(sequence, num_tokens)
         index = self._index
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
         missing = (num_blocks - len(sequence.block_table)) * self._num_groups
@@ -203,68 +212,6 @@ class KVCacheManager:
         if missing > 0:
             sequence.extend_tables(index.take(missing))
         return True
-
-    def _admit(self, sequence: Sequence, num_tokens: int) -> bool:
-        if sequence.state == "finished":
-            raise ValueError("sequence: it is finished; start a new one")
-        index = self._index
-        if self._retained.active:
-            self._retained.expire()
-        hit: Hit = sequence.hit if sequence.hit_version == index.version else self._find(sequence)
-        block_size = self.block_size
-        host = self._host
-        host_blocks = NO_BLOCKS if host is None else sequence.host_blocks
-        part_of = num_part_tokens = 0
-        if self._hits_parts and not host_blocks:
-            part_of, num_part_tokens = find_part(index, sequence, hit, block_size, self.match_unit)
-        num_hit_blocks = hit.num_blocks
-        missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups + len(host_blocks)
-        if missing > index.num_available - hit.num_unpinned:
-            if not self._retained.give_way(missing, hit):
-                return False
-            if host is not None:
-                return self._admit(sequence, num_tokens)
-            hit = self._find(sequence)
-        sequence.open_tables(self._num_groups)
-        index.pin(sequence, hit)
-        if host is not None and host_blocks:
-            num_hit_blocks = self._load(host, sequence, host_blocks, missing)
-        elif missing:
-            sequence.extend_tables(index.take(missing))
-        sequence.part_of = part_of
-        if part_of:
-            self._copies.add(part_of, sequence.block_table[num_hit_blocks])
-        sequence.num_computed_tokens = num_hit_tokens = num_hit_blocks * block_size + num_part_tokens
-        sequence.publishes = sequence.write_cache
-        sequence.num_shared_blocks = hit.num_full
-        sequence.state = "running"
-        stats = self._stats
-        if sequence.was_admitted:
-            stats.preempted_requests += 1
-            stats.preempted_queries += sequence.num_tokens
-            stats.preempted_hits += num_hit_tokens
-            if host_blocks:
-                stats.preempted_host_hits += len(host_blocks) * block_size
-        else:
-            sequence.was_admitted = True
-            sequence._num_cached_tokens = num_hit_tokens
-            stats.requests += 1
-            stats.queries += sequence.num_tokens
-            stats.hits += num_hit_tokens
-            if host_blocks:
-                stats.host_hits += len(host_blocks) * block_size
-        return True
-
-    def _load(self, host: HostTier, sequence: Sequence, host_blocks: array[int], num_new: int) -> int:
-        """Take `num_new` blocks for a pinned sequence, the first of them for what host memory has of it, which can be
-        found on the device from here on. Return how many blocks it has been served."""
-        num_device = len(sequence.block_table)
-        num_served = num_device + len(host_blocks)
-        host.hold(host_blocks)
-        sequence.extend_tables(self._index.take(num_new))
-        host.load(host_blocks, sequence.block_table[num_device:num_served])
-        self._index.insert(sequence, num_served)
-        return num_served
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the next `num_tokens` tokens is in the blocks now: those that became full can be shared.
@@ -394,13 +341,7 @@ class KVCacheManager:
         `allocate` that follows does not look again."""
         if sequence.manager is not self:
             raise _foreign()
-        hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self._find(sequence)
-        num_tokens = hit.num_blocks * self.block_size
-        if self._host is not None and sequence.host_blocks:
-            num_tokens += len(sequence.host_blocks) * self.block_size
-        elif self._hits_parts:
-            num_tokens += find_part(self._index, sequence, hit, self.block_size, self.match_unit)[1]
-        return num_tokens
+        return self._admission.num_found_tokens(sequence)
 
     def explain(
         self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
@@ -548,23 +489,6 @@ class KVCacheManager:
             raise _foreign()
         if sequence.state != "running":
             raise ValueError(f"sequence: only a running one {what}, this one is {sequence.state}")
-
-    def _find(self, sequence: Sequence) -> Hit:
-        """Look a sequence up and keep the hit with it, for as long as the index does not change."""
-        index = self._index
-        # At least one token is left to compute, or there would be no logits to go on from.
-        max_blocks = (sequence.num_tokens - 1) // self.block_size if sequence.read_cache else 0
-        hit = index.find(sequence, max_blocks)
-        host_blocks = NO_BLOCKS
-        if self._host is not None:
-            host_blocks = sequence.host_blocks = self._host.find(sequence, hit.num_blocks, max_blocks)
-        if sequence.recomputes_last_block and host_blocks:
-            host_blocks.pop()
-        elif sequence.recomputes_last_block and hit.num_blocks:
-            hit = index.find(sequence, hit.num_blocks - 1)
-        sequence.hit = hit
-        sequence.hit_version = index.version
-        return hit
 
     def _end(self, sequence: Sequence) -> bool:
         """Whether it had not ended before."""
