@@ -166,6 +166,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-memory", type=_size, metavar="SIZE", help="for the KV pool (default: 1GiB, at most half of what is free)"
     )
+    engine.add_argument(
+        "--host-kv-memory", type=_size, metavar="SIZE",
+        help="for blocks that the KV pool has no room for, to be found again (default: none)",
+    )  # fmt: skip
     engine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="requests in a step (default: 64)")
     engine.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in a step (default: 512)")
     engine.add_argument("--max-context", type=_positive, metavar="N", help="longest sequence (default: the model's)")
@@ -347,6 +351,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
     given = {
         "kv_memory_bytes": args.kv_memory,
+        "host_kv_memory_bytes": args.host_kv_memory,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_context": args.max_context,

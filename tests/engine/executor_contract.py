@@ -192,6 +192,34 @@ class UsesPages:
         follow_up = np.append(tokens, np.int32(5))
         assert_same_bits(run(model, follow_up, [3, 4], 16), run(model, follow_up, [1, 5])[16:])
 
+    def test_what_went_to_host_memory_comes_back_with_the_same_bits(self, build):
+        model, tokens = build(LLAMA), sequence(0)[:64]
+        model.allocate_kv(12, 16)
+        follow_up = np.append(tokens, np.int32(5))
+        expected = run(model, follow_up, range(1, 6))[64:]
+        model.allocate_host(3)
+        model.save_blocks([(1, 2), (2, 1), (2, 3)])
+        run(model, sequence(1)[:32], [1, 2])  # overwrites what was saved
+        model.load_blocks([(2, 9), (1, 1), (3, 10), (1, 10)])
+        for second in (1, 10):
+            assert_same_bits(run(model, follow_up, [9, second, 3, 4, 11], 64), expected)
+
+    def test_blocks_of_host_memory_that_do_not_exist_are_refused(self, build):
+        model = build(LLAMA)
+        model.allocate_kv(8, 16)
+        with pytest.raises(RuntimeError, match="allocate_host"):
+            model.save_blocks([(1, 1)])
+        with pytest.raises(ValueError, match=r"num_blocks: 0 .* at least 1"):
+            model.allocate_host(0)
+        model.allocate_host(4)
+        with pytest.raises(ValueError, match=r"pairs: \(1, 5\) is not allowed; .* the target 1 .. 4"):
+            model.save_blocks([(1, 5)])
+        with pytest.raises(ValueError, match=r"pairs: \(5, 1\) is not allowed; the source must be 0 .. 4"):
+            model.load_blocks([(5, 1)])
+        model.allocate_kv(8, 16)
+        with pytest.raises(RuntimeError, match="allocate_host"):
+            model.load_blocks([(1, 1)])
+
     def test_no_pairs_is_no_copy(self, build):
         model = build(LLAMA)
         model.allocate_kv(4, 16)

@@ -66,6 +66,9 @@ for shape, weight_format in [*((shape, "bf16") for shape in FAMILIES.values()), 
     executor.execute(Batch(spans))
     executor.unload_adapter("rank 3")
     executor.copy_blocks([(1, 399), (399, 400)])
+    executor.allocate_host(3)
+    executor.save_blocks([(1, 3), (400, 1)])
+    executor.load_blocks([(3, 1), (1, 400)])
     assert np.isfinite(executor.execute(Batch([span(600, 1, 1)])).logits[0]).all()
 print("done")
 """

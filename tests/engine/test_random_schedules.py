@@ -43,6 +43,7 @@ class EngineHistory(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 24),
         queue_order=st.sampled_from(["fcfs", "lpm", "dfs", "fair"]),
         min_held_tokens=st.sampled_from([1, 4, 100]),
+        host_blocks=st.sampled_from([0, 3, 30]),
     )
     def build(self, *, block_size: int, num_spare_blocks: int, **options: Any) -> None:
         # Just enough for the longest request, so that others must give way to it.
@@ -84,6 +85,13 @@ class EngineHistory(RuleBasedStateMachine):
         self.toy.executor.failures.append(RuntimeError("flaky"))
         self.toy.step()
         self.toy.executor.failures.clear()
+
+    @precondition(lambda self: self.toy.engine.has_work)
+    @rule()
+    def fail_to_move_blocks(self) -> None:
+        self.toy.executor.transfer_failures.append(RuntimeError("flaky"))
+        self.toy.step()
+        self.toy.executor.transfer_failures.clear()
 
     @invariant()
     def every_live_request_is_counted_once(self) -> None:

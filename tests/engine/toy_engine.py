@@ -87,9 +87,11 @@ def _name_of(request_id: str, index: int) -> str:
     return f"{request_id}#{index}" if index else request_id
 
 
-def toy_engine(*, num_blocks: int = 64, block_size: int = 4, index: Any = "radix", **options: Any) -> ToyEngine:
+def toy_engine(
+    *, num_blocks: int = 64, block_size: int = 4, index: Any = "radix", host_blocks: int = 0, **options: Any
+) -> ToyEngine:
     executor = ToyExecutor()
-    manager = KVCacheManager(num_blocks=num_blocks, block_size=block_size, index=index)
+    manager = KVCacheManager(num_blocks=num_blocks, block_size=block_size, index=index, host_blocks=host_blocks)
     return ToyEngine(Engine(executor, manager, **options), executor, manager)
 
 

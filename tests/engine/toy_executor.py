@@ -32,7 +32,8 @@ Slot = tuple[int, int, bytes]
 
 
 class ToyExecutor:
-    """Executor over pages of `Slot`s. The next calls of `execute` raise `failures`, with nothing written."""
+    """Executor over pages of `Slot`s. The next calls of `execute` raise `failures`, with nothing written, and so do
+    those that save or load blocks `transfer_failures`."""
 
     numerics_id = "toy"
     layer_groups = (LayerGroup(layers=(0,), kv_bytes_per_token=4),)
@@ -45,7 +46,9 @@ class ToyExecutor:
         self.batches: list[list[tuple[int, int]]] = []
         """(start, number of tokens) of every span of every step."""
         self.failures: list[Exception] = []
+        self.transfer_failures: list[Exception] = []
         self._pages: list[list[Slot | None]] = []
+        self._host: list[list[Slot | None]] = []
         self._block_size = 0
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
@@ -55,6 +58,24 @@ class ToyExecutor:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._pages[target] = list(self._pages[source])
+
+    def allocate_host(self, num_blocks: int) -> None:
+        self._host = [[None] * self._block_size for _ in range(num_blocks + 1)]
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._move(pairs, self._pages, self._host)
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._move(pairs, self._host, self._pages)
+
+    def _move(
+        self, pairs: Sequence[tuple[int, int]], sources: list[list[Slot | None]], targets: list[list[Slot | None]]
+    ) -> None:
+        if self.transfer_failures:
+            raise self.transfer_failures.pop(0)
+        for source, target in pairs:
+            assert None not in sources[source], "a block that is not full was moved"
+            targets[target] = list(sources[source])
 
     def execute(self, batch: Batch) -> Output:
         if self.failures:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from anaphora import KVCacheManager
 from anaphora.engine.request import Delta
 from anaphora.engine.stats import EngineStats
+from anaphora.server.cache_metrics import CacheCollector
 from anaphora.server.metrics import Metrics
 from anaphora.version import __version__
 
@@ -102,3 +104,34 @@ def test_the_blocks_of_the_pool_are_each_in_one_state(own: LiveServer) -> None:
     values = samples(own.client.get("/metrics").text)
     blocks = {name.partition("|")[2]: value for name, value in values.items() if name.startswith("anaphora_blocks")}
     assert blocks == {"free": 254, "evictable": 2, "pinned": 0}
+
+
+def test_hits_are_told_by_the_tier_that_had_them() -> None:
+    manager = KVCacheManager(4, 4, host_blocks=8)
+    for first in (100, 200, 100):
+        sequence = manager.start(range(first, first + 13))
+        manager.allocate(sequence, 13 - sequence.num_cached_tokens)
+        manager.commit(sequence, 13 - sequence.num_computed_tokens)
+        manager.finish(sequence)
+    values = {
+        f"{sample.name}{sample.labels or ''}": sample.value
+        for family in CacheCollector(manager).collect()
+        for sample in family.samples
+    }
+    assert values["anaphora_prefix_cache_hit_tokens_total{'tier': 'device'}"] == 0
+    assert values["anaphora_prefix_cache_hit_tokens_total{'tier': 'host'}"] == 12
+    assert values["anaphora_host_blocks{'state': 'cached'}"] == 6
+    assert values["anaphora_host_blocks{'state': 'free'}"] == 2
+    assert values["anaphora_saved_blocks_total"] == 6
+    assert values["anaphora_loaded_blocks_total"] == 3
+    assert values["anaphora_host_evicted_blocks_total"] == 0
+
+
+def test_vllms_names_call_host_memory_external() -> None:
+    stats = EngineStats(num_blocks=4, prompt_tokens=39, cached_tokens=12, host_cached_tokens=8)
+    metrics = Metrics("m", lambda: stats, manager=KVCacheManager(4, host_blocks=8))
+    values = samples(metrics.expose("")[0].decode())
+    of_vllm = {name.split("|")[0]: value for name, value in values.items() if name.startswith("vllm:")}
+    assert of_vllm["vllm:prefix_cache_hits_total"] == 4
+    assert of_vllm["vllm:external_prefix_cache_queries_total"] == 35
+    assert of_vllm["vllm:external_prefix_cache_hits_total"] == 8

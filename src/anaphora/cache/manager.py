@@ -343,6 +343,14 @@ class KVCacheManager:
             raise _foreign()
         return self._admission.num_found_tokens(sequence)
 
+    def num_to_load(self, sequence: Sequence) -> int:
+        """Return how many blocks an admission of a sequence that is not running would bring back from host memory now.
+        Changes nothing."""
+        if self._host is None:
+            return 0
+        self.lookup(sequence)
+        return len(sequence.host_blocks)
+
     def explain(
         self, token_ids: TokenIds, namespace: Namespace = DEFAULT_NAMESPACE, *, media: SequenceOf[Media] = ()
     ) -> Explanation:

@@ -35,6 +35,8 @@ class Transfers:
 
     def take(self) -> list[Transfer]:
         """Return what waits, without saves that a later one overwrites unread; then forget it."""
+        if not self._waiting:
+            return []
         waiting, self._waiting = self._waiting, []
         return _without_dead_saves(waiting)
 

@@ -14,6 +14,7 @@ import numpy as np
 from anaphora.engine.executor import Batch
 from anaphora.engine.live_request import span_of
 from anaphora.engine.request import RequestError
+from anaphora.engine.transfers import make_transfers
 from anaphora.tokens import pack
 
 if TYPE_CHECKING:
@@ -123,15 +124,17 @@ class BeamSearch:
         manager = self._manager
         for sequence, num in zip(sequences, nums, strict=True):
             if not manager.allocate(sequence, num):
-                manager.take_copies()  # of those before it, which do not run either
                 raise RequestError(
                     "width",
                     f"width: {self._width} beams need more KV blocks than can be had; "
                     f"the pool has {manager.num_blocks}",
                 )
-        copies = manager.take_copies()
-        if copies:
-            self._executor.copy_blocks(copies)
+        transfers = manager.take_transfers()
+        try:
+            make_transfers(self._executor, transfers)
+        except Exception:
+            manager.fail_transfers(transfers)
+            raise
         spans = [span_of(each, each.num_computed_tokens, num) for each, num in zip(sequences, nums, strict=True)]
         outputs = self._executor.execute(Batch(spans)).logits
         for sequence, num in zip(sequences, nums, strict=True):

@@ -41,6 +41,7 @@ class EngineOptions(TypedDict, total=False):
     executor: ExecutorKind
     index: IndexKind
     kv_memory_bytes: int | None
+    host_kv_memory_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_context: int | None
@@ -58,6 +59,7 @@ def build_engine(
     executor: ExecutorKind = "auto",
     index: IndexKind = "radix",
     kv_memory_bytes: int | None = None,
+    host_kv_memory_bytes: int = 0,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     max_context: int | None = None,
@@ -76,6 +78,8 @@ def build_engine(
         "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
     index: how prefixes are found, "radix" or "hash"; with attention windows always "hash", which knows them.
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
+    host_kv_memory_bytes: for blocks that the KV pool has no room for, to be found again; 0 for none. Not with attention
+        windows.
     max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
     events: whether the manager records KV events, which somebody has to take then. digests: how those name blocks.
     measure_residency: whether it keeps the times of blocks.
@@ -90,7 +94,8 @@ def build_engine(
         MemoryError: the machine has that much, but this process does not get it.
     """
     if kv_memory_bytes is not None:
-        _require_that_machine_has(kv_memory_bytes)
+        _require_that_machine_has("kv_memory_bytes", kv_memory_bytes)
+    _require_that_machine_has("host_kv_memory_bytes", host_kv_memory_bytes)
     if executor not in _EXECUTORS:
         raise ValueError(f"executor: {executor!r} is not known; allowed are {sorted(_EXECUTORS)}")
     if adapters and model.name in adapters:
@@ -104,6 +109,11 @@ def build_engine(
     # Only now: what the executor itself takes is not free any more.
     memory = default_kv_memory_bytes() if kv_memory_bytes is None else kv_memory_bytes
     num_blocks = num_blocks_for(memory, runner.layer_groups, block_size)
+    host_blocks = 0
+    if host_kv_memory_bytes:
+        if windows != [None]:
+            raise ValueError("host_kv_memory_bytes: this model has attention windows, for which there is none")
+        host_blocks = num_host_blocks_for(host_kv_memory_bytes, runner.layer_groups, block_size)
     engine = Engine(
         runner,
         KVCacheManager(
@@ -111,6 +121,7 @@ def build_engine(
             block_size=block_size,
             index=index if windows == [None] else "hash",
             windows=windows,
+            host_blocks=host_blocks,
             events=events,
             digests=digests,
             measure_residency=measure_residency,
@@ -148,19 +159,30 @@ def num_blocks_for(kv_memory_bytes: int, groups: Iterable[LayerGroup], block_siz
     return num_blocks
 
 
+def num_host_blocks_for(host_kv_memory_bytes: int, groups: Iterable[LayerGroup], block_size: int) -> int:
+    """Return how many blocks fit into `host_kv_memory_bytes`. Raises ValueError if that is none."""
+    block_bytes = block_size * sum(group.kv_bytes_per_token for group in groups)
+    num_blocks = host_kv_memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"host_kv_memory_bytes: {host_kv_memory_bytes} is not enough; the least is {block_bytes}, "
+            f"a block of {block_size} tokens"
+        )
+    return num_blocks
+
+
 def default_kv_memory_bytes() -> int:
     """Return DEFAULT_KV_MEMORY_BYTES, or FREE_MEMORY_SHARE of the free memory if that is known and less."""
     free = _free_memory_bytes()
     return DEFAULT_KV_MEMORY_BYTES if free is None else min(DEFAULT_KV_MEMORY_BYTES, int(free * FREE_MEMORY_SHARE))
 
 
-def _require_that_machine_has(kv_memory_bytes: int) -> None:
+def _require_that_machine_has(option: str, size_bytes: int) -> None:
     """Raise ValueError for more than there is: pages are taken as they are written, so it would fail much later."""
     total = min((known for known in (_machine_bytes(), _cgroup_limit_bytes()) if known is not None), default=None)
-    if total is not None and kv_memory_bytes > total:
+    if total is not None and size_bytes > total:
         raise ValueError(
-            f"kv_memory_bytes: {kv_memory_bytes / 2**30:,.1f} GiB is more than the memory of this machine, "
-            f"{total / 2**30:,.1f} GiB"
+            f"{option}: {size_bytes / 2**30:,.1f} GiB is more than the memory of this machine, {total / 2**30:,.1f} GiB"
         )
 
 

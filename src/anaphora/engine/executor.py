@@ -139,3 +139,25 @@ class RunsAdapters(Protocol):
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter, KeyError if there is none such. Between steps; no span may name it from now on."""
         ...
+
+
+@runtime_checkable
+class KeepsHostBlocks(Protocol):
+    """An executor that also keeps whole blocks in host memory. What comes back is what went, bit for bit."""
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make room for host blocks 1 .. num_blocks, each of a page in every layer. After `allocate_kv`, which drops
+        them.
+
+        Raises:
+            MemoryError: there is not enough memory.
+        """
+        ...
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages to host blocks, (block, host block), one pair after the other."""
+        ...
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host blocks back to pages, (host block, block), one pair after the other."""
+        ...

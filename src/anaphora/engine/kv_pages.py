@@ -57,7 +57,11 @@ class KVPages:
         Raises:
             ValueError: a page that does not exist, or the null block as the target.
         """
-        check_copies(pairs, self.num_blocks)
+        self.copy_from(self, pairs)
+
+    def copy_from(self, other: KVPages, pairs: Sequence[tuple[int, int]]) -> None:
+        """The same, from others of the same shape, which may be more or fewer."""
+        check_copies(pairs, other.num_blocks, self.num_blocks)
         for source, target in pairs:
-            self._keys[:, :, :, target] = self._keys[:, :, :, source]
-            self._values[:, :, target] = self._values[:, :, source]
+            self._keys[:, :, :, target] = other._keys[:, :, :, source]
+            self._values[:, :, target] = other._values[:, :, source]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anaphora.engine.adapters import Adapters
-from anaphora.engine.executor import Batch
+from anaphora.engine.executor import Batch, KeepsHostBlocks
 from anaphora.engine.grouping import Groups
 from anaphora.engine.hit_report import hit_report
 from anaphora.engine.json_grammar import JsonGrammars
@@ -32,6 +32,7 @@ from anaphora.engine.sampling import Sampler, token_logprob
 from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.stats import EngineStats
 from anaphora.engine.stopping import OutputStream
+from anaphora.engine.transfers import make_transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -97,6 +98,8 @@ class Engine:
             raise ValueError(
                 f"executor: it has {self._num_groups} layer groups; the manager keeps tables for {num_tables}"
             )
+        if manager.num_host_blocks and not isinstance(executor, KeepsHostBlocks):
+            raise ValueError("executor: it keeps no blocks in host memory; the manager has some")
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context: {max_context} is not allowed; it must be at least 1")
         self.max_context = min(executor.max_context, max_context or executor.max_context)
@@ -137,6 +140,8 @@ class Engine:
         self.adapters = Adapters(executor, self._adapters_in_use)
         """LoRA adapters by name: to be loaded and unloaded between steps and on their thread."""
         executor.allocate_kv(manager.num_blocks, manager.block_size)
+        if isinstance(executor, KeepsHostBlocks) and manager.num_host_blocks:
+            executor.allocate_host(manager.num_host_blocks)
 
     @property
     def executor(self) -> Executor:
@@ -167,6 +172,7 @@ class Engine:
             self._stats,
             prompt_tokens=cache.queries,
             cached_tokens=cache.hits,
+            host_cached_tokens=cache.host_hits,
             num_preemptions=cache.preemptions,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -302,16 +308,15 @@ class Engine:
                     self._reports.append(report)
 
     def _run(self, scheduled: list[ScheduledSpan], groups: list[Group]) -> list[Delta]:
-        copies = self._manager.take_copies()
+        lacking: set[int] = set()
         try:
-            rows = self._execute(scheduled, groups, copies)
+            rows = self._execute(scheduled, groups, lacking)
         except Exception as error:
             described = _describe(error)
             ended = dict.fromkeys(live for live, _, _ in scheduled)
-            # Who was admitted without a turn in this step may build on a copy that was never made.
-            targets = {target for _, target in copies}
+            # Who was admitted without a turn in this step may build on a block that was never brought.
             running = self._scheduler.running
-            ended |= dict.fromkeys(live for live in running if not targets.isdisjoint(live.sequence.block_table))
+            ended |= dict.fromkeys(live for live in running if not lacking.isdisjoint(live.sequence.block_table))
             return [delta for live in ended for delta in self._end_early(live, "error", described)]
         for live, start, num_tokens in scheduled:
             if start < live.num_prompt_tokens:
@@ -381,17 +386,17 @@ class Engine:
         return OutputStream(sampling, self._eos_token_ids, detokenizer)
 
     def _execute(
-        self, scheduled: list[ScheduledSpan], groups: list[Group], copies: list[tuple[int, int]]
+        self, scheduled: list[ScheduledSpan], groups: list[Group], lacking: set[int]
     ) -> list[NDArray[np.float32] | None]:
-        """Compute the spans; return the logits of those that are complete, float32 [vocab_size], None for the others.
+        """Move what the manager wants moved, then compute the spans; return the logits of those that are complete,
+        float32 [vocab_size], None for the others.
 
-        Raises whatever the executor does.
+        Raises whatever the executor does. If that was in moving, the blocks that lack their content are `lacking`.
         """
         batch = Batch([live.span(start, num_tokens) for live, start, num_tokens in scheduled], groups)
         started = self._clock()
         try:
-            if copies:
-                self._executor.copy_blocks(copies)
+            self._transfer(lacking)
             logits = self._executor.execute(batch).logits
         finally:
             self._stats.execute_s += self._clock() - started
@@ -401,6 +406,16 @@ class Engine:
                 raise RuntimeError("the executor did not return as many rows of logits as it was asked for")
             rows.append(None if of_span is None or len(of_span) == 0 else of_span[0])
         return rows
+
+    def _transfer(self, lacking: set[int]) -> None:
+        transfers = self._manager.take_transfers()
+        if not transfers:
+            return
+        try:
+            make_transfers(self._executor, transfers)
+        except Exception:
+            lacking |= self._manager.fail_transfers(transfers)
+            raise
 
     def _advance(self, live: LiveRequest, logits: NDArray[np.float32]) -> Delta:
         """Draw the request's next token. Whatever fails in that ends this request alone."""

@@ -66,6 +66,7 @@ class ReferenceExecutor:
         angles = np.arange(shape.max_context)[:, None, None] * shape.inverse_frequencies()
         self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self._pages: KVPages | None = None
+        self._host_pages: KVPages | None = None
         self._adapters = LowRankAdapters(shape)
 
         first = self._layers[0]
@@ -131,6 +132,7 @@ class ReferenceExecutor:
         check_pages(num_blocks, block_size, BLOCK_SIZES)
         shape = self._shape
         self._pages = KVPages(shape.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, block_size)
+        self._host_pages = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (from, to), in every layer, one pair after the other.
@@ -140,6 +142,25 @@ class ReferenceExecutor:
             RuntimeError: there are no pages yet.
         """
         self._allocated_pages().copy(pairs)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make zeroed host blocks 1 .. num_blocks, in place of any earlier ones. They take memory as they are written.
+
+        Raises:
+            ValueError: num_blocks below 1.
+            RuntimeError: there are no pages yet.
+        """
+        shape, block_size = self._shape, self._allocated_pages().block_size
+        check_pages(num_blocks, block_size, BLOCK_SIZES)
+        self._host_pages = KVPages(shape.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, block_size)
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages to host blocks. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._allocated_host_pages().copy_from(self._allocated_pages(), pairs)
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host blocks back. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._allocated_pages().copy_from(self._allocated_host_pages(), pairs)
 
     def execute(self, batch: Batch) -> Output:
         """Compute the spans, write their KV and return the logits asked for.
@@ -244,6 +265,11 @@ class ReferenceExecutor:
         if self._pages is None:
             raise RuntimeError("there are no KV pages yet; call allocate_kv first")
         return self._pages
+
+    def _allocated_host_pages(self) -> KVPages:
+        if self._host_pages is None:
+            raise RuntimeError("there are no host blocks yet; call allocate_host first")
+        return self._host_pages
 
     def _describe_numerics(self) -> str:
         blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]

@@ -227,7 +227,7 @@ class Scheduler:
             num_left = sequence.num_tokens - manager.lookup(sequence)
             num_tokens = min(num_left, budget)
             if sequence.was_admitted and self.running:
-                num_blocks = -(-num_left // manager.block_size)
+                num_blocks = -(-num_left // manager.block_size) + manager.num_to_load(sequence)
                 if num_blocks + len(self.running) > manager.num_free_blocks:
                     self._is_full = True
                     return

@@ -15,7 +15,8 @@ class EngineStats:
     step_cpu_s: CPU time of the engine's thread in steps, the executor's part on that thread included, and of that:
     schedule_cpu_s: in the scheduler, with the manager's calls that it makes, and in finding groups;
     commit_cpu_s: in telling manager and queue what was computed, drawn and has ended.
-    prompt_tokens, cached_tokens: of admitted requests, counted once, at their first admission.
+    prompt_tokens, cached_tokens: of admitted requests, counted once, at their first admission. host_cached_tokens:
+    those of the cached ones that came back from host memory.
     computed_prompt_tokens: prompt tokens that went through the executor, recomputed ones included; so without
     preemptions, prompt_tokens = cached_tokens + computed_prompt_tokens once everything has finished.
     """
@@ -28,6 +29,7 @@ class EngineStats:
     commit_cpu_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     output_tokens: int = 0
     num_preemptions: int = 0

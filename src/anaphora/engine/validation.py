@@ -21,13 +21,15 @@ def check_pages(num_blocks: int, block_size: int, block_sizes: Sequence[int]) ->
         raise ValueError(f"block_size: {block_size} is not allowed; it must be one of {block_sizes}")
 
 
-def check_copies(pairs: Sequence[tuple[int, int]], num_blocks: int) -> None:
-    """Raise ValueError for a page that does not exist, or the null block as the target."""
+def check_copies(pairs: Sequence[tuple[int, int]], num_sources: int, num_targets: int | None = None) -> None:
+    """Raise ValueError for a page that does not exist, or the null block as the target. Targets are as many as sources
+    unless `num_targets` says otherwise."""
+    last = num_sources if num_targets is None else num_targets
     for source, target in pairs:
-        if not (0 <= source <= num_blocks and 1 <= target <= num_blocks):
+        if not (0 <= source <= num_sources and 1 <= target <= last):
             raise ValueError(
-                f"pairs: ({source}, {target}) is not allowed; the source must be 0 .. {num_blocks}, "
-                f"the target 1 .. {num_blocks}"
+                f"pairs: ({source}, {target}) is not allowed; the source must be 0 .. {num_sources}, "
+                f"the target 1 .. {last}"
             )
 
 

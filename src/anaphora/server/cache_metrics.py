@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.manager import KVCacheManager
     from anaphora.cache.residency import Histogram
+    from anaphora.cache.stats import CacheStats
     from anaphora.server.kv_events import KvEvents
 
 
@@ -46,8 +47,12 @@ class CacheCollector:
         hits = CounterMetricFamily(
             "anaphora_prefix_cache_hit_tokens", "Prompt tokens that the prefix cache had.", labels=["tier"]
         )
-        hits.add_metric(["device"], stats.hits)
+        for tier, num_hits in stats.hits_by_tier.items():
+            if tier == "device" or manager.num_host_blocks:
+                hits.add_metric([tier], num_hits)
         yield hits
+        if manager.num_host_blocks:
+            yield from self._host_metrics(stats)
         if manager.measures_residency:
             residency = manager.residency()
             for name, help_text, histogram in (
@@ -56,6 +61,19 @@ class CacheCollector:
                 ("reuse_gap", "How long a block that is used again had lain idle.", residency.reuse_gap_s),
             ):
                 yield _histogram(f"anaphora_block_{name}_seconds", help_text, histogram)
+
+    def _host_metrics(self, stats: CacheStats) -> Iterator[Metric]:
+        manager = self._manager
+        blocks = GaugeMetricFamily("anaphora_host_blocks", "Blocks of host memory: blank, cached.", labels=["state"])
+        blocks.add_metric(["free"], manager.num_host_blocks - manager.num_cached_host_blocks)
+        blocks.add_metric(["cached"], manager.num_cached_host_blocks)
+        yield blocks
+        for name, help_text, value in (
+            ("saved_blocks", "Evicted blocks that were copied to host memory.", stats.saved_blocks),
+            ("loaded_blocks", "Blocks that were copied back from host memory.", stats.loaded_blocks),
+            ("host_evicted_blocks", "Blocks that were lost from host memory too.", stats.host_evicted_blocks),
+        ):
+            yield CounterMetricFamily(f"anaphora_{name}", help_text, value=value)
 
 
 class KvEventCollector:

@@ -36,7 +36,9 @@ def load_engine(ref: str | None, options: EngineOptions) -> tuple[Model, Engine]
     except ValueError as error:
         raise OptionError(str(error)) from None
     except MemoryError:
-        raise OptionError("kv_memory_bytes: this process does not get that much memory; choose less") from None
+        # What of host memory is for blocks is taken last, and the larger part where there is any.
+        name = "host_kv_memory_bytes" if options.get("host_kv_memory_bytes") else "kv_memory_bytes"
+        raise OptionError(f"{name}: this process does not get that much memory; choose less") from None
     max_context = options.get("max_context")
     if max_context is not None and max_context > engine.max_context:
         message = f"--max-context: {max_context:,} is more than this model's {engine.max_context:,}, which hold"

@@ -173,6 +173,8 @@ class _Demo:
 
 def _banner(url: str, model: ServedModel, engine: Engine, seconds: float) -> str:
     num_pool_tokens = engine.manager.num_blocks * engine.manager.block_size
+    num_host_tokens = engine.manager.num_host_blocks * engine.manager.block_size
+    host = f"; host memory {num_host_tokens:,} more" if num_host_tokens else ""
     asks_chat = model.chat_template is not None
     path = "chat/completions" if asks_chat else "completions"
     asked = (
@@ -183,7 +185,7 @@ def _banner(url: str, model: ServedModel, engine: Engine, seconds: float) -> str
     call = "chat.completions" if asks_chat else "completions"
     return f"""\
 Anaphora {__version__}: {model.name} at {url}/v1, ready after {seconds:.1f} s
-Context {model.max_context:,} tokens; KV pool {num_pool_tokens:,} tokens. Ctrl-C stops it.
+Context {model.max_context:,} tokens; KV pool {num_pool_tokens:,} tokens{host}. Ctrl-C stops it.
 
   curl {url}/v1/{path} -H 'content-type: application/json' \\
     -d '{{"model": "{model.name}", "temperature": 0, {asked}}}'

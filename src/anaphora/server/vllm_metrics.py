@@ -41,11 +41,15 @@ class VllmNames:
         """Prometheus calls it."""
         stats = self._engine_stats()
         num_computed = stats.prompt_tokens - stats.cached_tokens
+        # vLLM counts what its offloading brings back from host memory as external.
+        from_host, from_device = stats.host_cached_tokens, stats.cached_tokens - stats.host_cached_tokens
+        has_host = self._manager is not None and self._manager.num_host_blocks > 0
+        asked_of_host = stats.prompt_tokens - from_device if has_host else 0
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", stats.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens that the prefix cache had.", stats.cached_tokens),
-            ("external_prefix_cache_queries", "The same, of caches outside the engine: there is none.", 0),
-            ("external_prefix_cache_hits", "The same, of caches outside the engine: there is none.", 0),
+            ("prefix_cache_hits", "Prompt tokens that the prefix cache had.", from_device),
+            ("external_prefix_cache_queries", "Prompt tokens that host memory was asked for.", asked_of_host),
+            ("external_prefix_cache_hits", "Prompt tokens that came back from host memory.", from_host),
             ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens that were not computed.", stats.cached_tokens),
             ("generation_tokens", "Tokens generated.", stats.output_tokens),
@@ -57,8 +61,8 @@ class VllmNames:
         )
         for source, count in (
             ("local_compute", num_computed),
-            ("local_cache_hit", stats.cached_tokens),
-            ("external_kv_transfer", 0),
+            ("local_cache_hit", from_device),
+            ("external_kv_transfer", from_host),
         ):
             by_source.add_metric([*self._labels, source], count)
         yield by_source

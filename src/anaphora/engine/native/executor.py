@@ -80,7 +80,7 @@ class NativeExecutor:
             raise ValueError(f"weight_format: {weight_format!r} is not allowed; allowed are {WEIGHT_FORMATS}")
         self.path = path or paths[0]
         self._shape = shape
-        self._num_blocks = self._block_size = 0
+        self._num_blocks = self._block_size = self._num_host_blocks = 0
         self._adapters: dict[str, NativeAdapter] = {}
         self._library = load_library()
         sizes = Sizes(
@@ -160,7 +160,7 @@ class NativeExecutor:
             MemoryError: there is not enough memory for them; there are no pages then.
         """
         check_pages(num_blocks, block_size, BLOCK_SIZES)
-        self._num_blocks = 0
+        self._num_blocks = self._num_host_blocks = 0
         if not self._library.anaphora_allocate_pages(self._handle, num_blocks, block_size):
             raise MemoryError(f"not enough memory for {num_blocks} blocks of {block_size} tokens")
         self._num_blocks, self._block_size = num_blocks, block_size
@@ -176,6 +176,35 @@ class NativeExecutor:
         check_copies(pairs, self._num_blocks)
         for source, target in pairs:
             self._library.anaphora_copy_block(self._handle, source, target)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make zeroed host blocks 1 .. num_blocks, in place of any earlier ones. They take memory as they are written.
+
+        Raises:
+            ValueError: num_blocks below 1.
+            RuntimeError: there are no pages yet.
+            MemoryError: there is not enough memory for them; there are none then.
+        """
+        self._check_has_pages()
+        check_pages(num_blocks, self._block_size, BLOCK_SIZES)
+        self._num_host_blocks = 0
+        if not self._library.anaphora_allocate_host(self._handle, num_blocks):
+            raise MemoryError(f"not enough memory for {num_blocks} host blocks of {self._block_size} tokens")
+        self._num_host_blocks = num_blocks
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages to host blocks. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._check_has_host_blocks()
+        check_copies(pairs, self._num_blocks, self._num_host_blocks)
+        for source, target in pairs:
+            self._library.anaphora_save_block(self._handle, source, target)
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host blocks back. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._check_has_host_blocks()
+        check_copies(pairs, self._num_host_blocks, self._num_blocks)
+        for source, target in pairs:
+            self._library.anaphora_load_block(self._handle, source, target)
 
     def execute(self, batch: Batch) -> Output:
         """Compute the spans, write their KV and return the logits asked for.
@@ -251,6 +280,10 @@ class NativeExecutor:
     def _check_has_pages(self) -> None:
         if not self._num_blocks:
             raise RuntimeError("there are no KV pages yet; call allocate_kv first")
+
+    def _check_has_host_blocks(self) -> None:
+        if not self._num_host_blocks:
+            raise RuntimeError("there are no host blocks yet; call allocate_host first")
 
     def _load(self, weights: Weights, cosines: Array, sines: Array) -> None:
         embedding = _dense(weights.embedding)

@@ -82,6 +82,7 @@ class TorchExecutor:
         self._is_cuda = self._device.type == "cuda"
         self._can_choose_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._pages: TorchPages | None = None
+        self._host_pages: TorchPages | None = None
         self._tile_sizes = tuple(tile_sizes)
         module.set_attn_implementation(IMPLEMENTATION)
         with torch.inference_mode():
@@ -159,6 +160,7 @@ class TorchExecutor:
         """
         check_pages(num_blocks, block_size, BLOCK_SIZES)
         self._pages = TorchPages(self._kv_layers, num_blocks, block_size, self._dtype, self._device)
+        self._host_pages = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (from, to), in every layer, one pair after the other.
@@ -168,6 +170,25 @@ class TorchExecutor:
             RuntimeError: there are no pages yet.
         """
         self._allocated_pages().copy(pairs)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make zeroed host blocks 1 .. num_blocks in the machine's own memory, in place of any earlier ones.
+
+        Raises:
+            ValueError: num_blocks below 1.
+            RuntimeError: there are no pages yet.
+        """
+        block_size = self._allocated_pages().block_size
+        check_pages(num_blocks, block_size, BLOCK_SIZES)
+        self._host_pages = TorchPages(self._kv_layers, num_blocks, block_size, self._dtype, "cpu")
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages to host blocks. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._allocated_host_pages().copy_from(self._allocated_pages(), pairs)
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host blocks back. ValueError for one that does not exist, RuntimeError if there are none."""
+        self._allocated_pages().copy_from(self._allocated_host_pages(), pairs)
 
     def execute(self, batch: Batch) -> Output:
         """Compute the spans, write their KV and return the logits asked for.
@@ -342,6 +363,11 @@ class TorchExecutor:
         if self._pages is None:
             raise RuntimeError("there are no KV pages yet; call allocate_kv first")
         return self._pages
+
+    def _allocated_host_pages(self) -> TorchPages:
+        if self._host_pages is None:
+            raise RuntimeError("there are no host blocks yet; call allocate_host first")
+        return self._host_pages
 
 
 def _slots(positions: torch.Tensor, table: torch.Tensor, block_size: int) -> torch.Tensor:

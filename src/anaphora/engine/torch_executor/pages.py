@@ -87,7 +87,11 @@ class TorchPages:
         Raises:
             ValueError: a page that does not exist, or the null block as the target.
         """
-        check_copies(pairs, self.num_blocks)
+        self.copy_from(self, pairs)
+
+    def copy_from(self, other: TorchPages, pairs: Sequence[tuple[int, int]]) -> None:
+        """The same, from others of the same layers, which may be more or fewer and on another device."""
+        check_copies(pairs, other.num_blocks, self.num_blocks)
         for source, target in pairs:
-            for pages in (*self.keys, *self.values):
-                pages[target].copy_(pages[source])
+            for to, of in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+                to[target].copy_(of[source])

@@ -160,6 +160,7 @@ class Engine {
 
   void allocate_pages(int num_blocks, int block_size) {
     pages_ = Memory();
+    host_ = Memory();
     model_.pages = {nullptr, num_blocks, block_size};
     pages_ = Memory((size_t)model_.sizes.num_layers * (num_blocks + 1) * model_.page_pairs() * sizeof(uint32_t));
     model_.pages.pairs = pages_.as<uint32_t>();
@@ -169,6 +170,22 @@ class Engine {
     for (int layer = 0; layer < model_.sizes.num_layers; ++layer)
       std::memcpy(model_.cell(layer, to, 0, 0), model_.cell(layer, from, 0, 0),
                   model_.page_pairs() * sizeof(uint32_t));
+  }
+
+  // A host block has its pages of all layers in a row.
+  void allocate_host(int num_blocks) {
+    host_ = Memory();
+    host_ = Memory((size_t)model_.sizes.num_layers * (num_blocks + 1) * model_.page_pairs() * sizeof(uint32_t));
+  }
+
+  void save_block(int from, int to) {
+    for (int layer = 0; layer < model_.sizes.num_layers; ++layer)
+      std::memcpy(host_page(layer, to), model_.cell(layer, from, 0, 0), model_.page_pairs() * sizeof(uint32_t));
+  }
+
+  void load_block(int from, int to) {
+    for (int layer = 0; layer < model_.sizes.num_layers; ++layer)
+      std::memcpy(model_.cell(layer, to, 0, 0), host_page(layer, from), model_.page_pairs() * sizeof(uint32_t));
   }
 
   LoadedAdapter* create_adapter(float scale) { return new LoadedAdapter(model_.sizes.num_layers, scale); }
@@ -212,6 +229,10 @@ class Engine {
     const float* start;
     int64_t count;
   };
+
+  uint32_t* host_page(int64_t layer, int64_t block) const {
+    return host_.as<uint32_t>() + (block * model_.sizes.num_layers + layer) * model_.page_pairs();
+  }
 
   static std::vector<const float*> rows_of(std::initializer_list<Rows> matrices, int64_t num_inputs) {
     std::vector<const float*> rows;
@@ -395,6 +416,7 @@ class Engine {
   std::vector<Layer> layers_;
   std::vector<Memory> kept_;
   Memory pages_;
+  Memory host_;
 
   Step step_{};
   std::vector<Row> rows_;
@@ -482,6 +504,14 @@ int anaphora_allocate_pages(Engine* engine, int num_blocks, int block_size) {
 }
 
 void anaphora_copy_block(Engine* engine, int from, int to) { engine->copy_block(from, to); }
+
+int anaphora_allocate_host(Engine* engine, int num_blocks) {
+  return guarded([&] { engine->allocate_host(num_blocks); });
+}
+
+void anaphora_save_block(Engine* engine, int from, int to) { engine->save_block(from, to); }
+
+void anaphora_load_block(Engine* engine, int from, int to) { engine->load_block(from, to); }
 
 int anaphora_execute(Engine* engine, const int32_t* tokens, const int32_t (*spans)[4],
                      const LoadedAdapter* const* adapters, int num_spans, const int32_t* tables,
