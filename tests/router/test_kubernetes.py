@@ -102,6 +102,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries take no time."""
     monkeypatch.setattr("anaphora.router.kubernetes.reflector._MIN_WAIT_S", 0.001)
     monkeypatch.setattr("anaphora.router.kubernetes.reflector._MAX_WAIT_S", 0.02)
+    monkeypatch.setattr("anaphora.router.kubernetes.reflector._ABSENT_S", 0.02)
 
 
 @pytest.fixture
@@ -310,7 +311,7 @@ def test_a_bookmark_moves_the_version_on(cluster: FakeKubernetes) -> None:
     run(test)
 
 
-def test_while_the_api_is_down_everything_stays(cluster: FakeKubernetes) -> None:
+def test_while_the_api_is_down_everything_stays(cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         cluster.put(POD_PATH, pod("a", "10.0.0.1"))
         async with following(cluster) as router:
@@ -324,6 +325,10 @@ def test_while_the_api_is_down_everything_stays(cluster: FakeKubernetes) -> None
             await eventually(lambda: len(router.taking) == 2)
 
     run(test)
+    told = [record.message for record in caplog.records if POD_PATH in record.message]
+    assert len(told) == 2, "once when it went, once when it came back"
+    assert "what is known stays in force" in told[0]
+    assert told[1] == f"{POD_PATH}: the API answers again"
 
 
 def test_an_object_that_cannot_be_read_costs_nothing_but_itself(cluster: FakeKubernetes) -> None:

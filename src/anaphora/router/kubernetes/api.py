@@ -171,7 +171,7 @@ class ApiServer:
                 return Listing(page.metadata.resource_version, items)
 
     async def watch(self, path: str, parameters: Mapping[str, str], version: str) -> AsyncIterator[list[WatchEvent]]:
-        """What changes after `version`, some events at a time, until the server ends the watch.
+        """What changes after `version`, some events at a time, until the server ends the watch. The first are none.
 
         Raises ExpiredError where the version is too old.
         """
@@ -189,6 +189,7 @@ class ApiServer:
             async with opening as response:
                 if response.status_code != 200:
                     raise _failure(response, await response.aread())
+                yield []
                 async for data in response.aiter_bytes():
                     events = lines.feed(data)
                     for event in events:

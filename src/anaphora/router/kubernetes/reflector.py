@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MIN_WAIT_S = 0.25
-_MAX_WAIT_S = 30.0
+_MAX_WAIT_S = 10.0
+_ABSENT_S = 30.0
 _SHORT_WATCH_S = 1.0
 _FORBIDDEN = 403
 _NOT_FOUND = 404
@@ -94,7 +95,7 @@ class Reflector(Generic[_R]):
                 await self._pause(0.0)
             except KubernetesError as error:
                 self._complain(error)
-                await self._pause(_MAX_WAIT_S if error.status == _NOT_FOUND else min(error.retry_after_s, _MAX_WAIT_S))
+                await self._pause(_ABSENT_S if error.status == _NOT_FOUND else min(error.retry_after_s, _ABSENT_S))
 
     async def _list(self) -> None:
         try:
@@ -104,6 +105,7 @@ class Reflector(Generic[_R]):
                 self.objects = {}
                 self._synced()
             raise
+        self._answered()
         self.num_lists += 1
         found = filter(None, map(self._read, listing.items))
         self.objects = {item.metadata.name: item for item in found}
@@ -114,11 +116,17 @@ class Reflector(Generic[_R]):
         self.is_synced = True
         self._on_change()
 
+    def _answered(self) -> None:
+        if self._problem is not None:
+            self._problem = None
+            log.warning("%s: the API answers again", self._path)
+
     async def _watch(self) -> None:
         assert self._version is not None
         async for events in self._api.watch(self._path, self._parameters, self._version):
-            self._wait_s = _MIN_WAIT_S
-            self._problem = None
+            self._answered()
+            if events:
+                self._wait_s = _MIN_WAIT_S
             has_changed = False
             for event in events:
                 has_changed = self._take(event.type, event.object) or has_changed
@@ -149,8 +157,9 @@ class Reflector(Generic[_R]):
 
     def _complain(self, error: KubernetesError) -> None:
         if error.status == _NOT_FOUND:
-            text = f"{error}; no such kind is defined, so there are none"
-        elif error.status == _FORBIDDEN:
+            log.info("%s; no such kind is defined, so there are none", error)
+            return
+        if error.status == _FORBIDDEN:
             text = f"{error}; the service account needs the verbs list and watch"
         else:
             text = f"{error}; what is known stays in force"
