@@ -201,6 +201,18 @@ def test_any_number_of_replicas_may_hold_a_block(num: int) -> None:
     assert index.match(ids(1, 2), PLAIN).blocks == dict.fromkeys(replicas, 2)
 
 
+def test_what_is_split_off_during_a_sweep_is_swept_too() -> None:
+    index = fleet("a")
+    index.apply("a", [stored(0), stored(2, 0)])
+    index.forget("a")
+    assert index.sweep(1)
+    index.apply("a", [stored(2, 1)])
+    while index.sweep(1):
+        pass
+    index.check()
+    assert index.tree.num_blocks == 2
+
+
 REPLICAS = ("a", "b", "c")
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 

@@ -11,6 +11,7 @@ from hashlib import shake_256
 from typing import TYPE_CHECKING
 
 from anaphora.cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
+from anaphora.fleet.names import BlockNames
 from anaphora.fleet.tree import TokenTree
 from anaphora.identity import Adapter, Namespace
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 1 << 30
-NAME_BYTES = 130
-"""What a block's name takes for each holder: the name, its place, their entry in a table."""
+NAME_BYTES = 120
+"""What a block's name takes for each holder: the name, and its entries in a table and in a run."""
 MAX_ORPHANS = 4096
 """Events of all replicas that may wait for their parent."""
 
@@ -37,13 +38,11 @@ def prefix_namespace(model: str, adapter: str | None = None, salt: str | None = 
 
 @dataclass(slots=True)
 class _Tier:
-    """What one replica has in one medium. names: block name -> place; extra_copies: of names stored more than once."""
+    """What one replica has in one medium. ratio: blocks of the index in a block of the engine."""
 
     holder: int
-    names: dict[bytes, int] = field(default_factory=dict)
-    extra_copies: dict[bytes, int] = field(default_factory=dict)
+    names: BlockNames = field(default_factory=BlockNames)
     ratio: int = 1
-    """Blocks of the index in a block of the engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +168,7 @@ class FleetIndex:
     def num_blocks_of(self, replica: str, medium: str = DEVICE) -> int:
         """How many names of blocks a replica has in a medium."""
         tier = self._replicas[replica].tiers.get(medium)
-        return len(tier.names) if tier else 0
+        return tier.names.count if tier else 0
 
     # Events
 
@@ -211,16 +210,18 @@ class FleetIndex:
         tier.ratio = ratio
         after: int | None = None
         if event.parent is not None:
-            after = self._place(state, event.parent, event.medium)
+            after = self._place(state, tier, event.parent)
             if after is None:
                 self._wait(_Orphan(replica, event))
                 return
             after += ratio - 1
-        root = prefix_namespace(state.model, _adapter_name(event.namespace), event.namespace.salt)
+        tokens = event.tokens
+        if event.extras is not None:
+            tokens = _content(tokens, event.extras, event.block_size * 4)
+        namespace = event.namespace
+        root = prefix_namespace(state.model, namespace.adapter and _adapter_name(namespace.adapter), namespace.salt)
         try:
-            places = self.tree.store(
-                tier.holder, root, after, _content(event.tokens, event.extras, event.block_size * 4)
-            )
+            places = self.tree.store(tier.holder, root, after, tokens)
         except KeyError:  # the parent was dropped for want of memory
             self._wait(_Orphan(replica, event))
             return
@@ -229,27 +230,24 @@ class FleetIndex:
         if self._waiting:
             self._adopt(replica, event.medium, names)
 
-    def _name(self, tier: _Tier, names: Sequence[bytes], places: list[tuple[int, int]]) -> None:
-        known = tier.names
-        if not known.keys().isdisjoint(names):
-            for name in names:
-                if name in known:
-                    tier.extra_copies[name] = tier.extra_copies.get(name, 0) + 1
-        before = len(known)
-        if tier.ratio == 1:
-            at = 0
-            for place, count in places:
-                known.update(zip(names[at : at + count], range(place, place + count), strict=True))
-                at += count
-        else:
-            units = [place + i for place, count in places for i in range(count)]
-            known.update(zip(names, units[:: tier.ratio], strict=True))
-        self._num_names += len(known) - before
+    def _name(self, tier: _Tier, names: tuple[bytes, ...], places: list[tuple[int, int, bool]]) -> None:
+        before = tier.names.count
+        step = tier.ratio
+        # A known name may be stored anew where its block was dropped; engine's blocks of several here may share some.
+        may_be_new = step == 1 and not self.tree.num_dropped_blocks
+        at = units = 0
+        for place, count, is_new in places:
+            end = -(-(units + count) // step)  # the names whose blocks begin before the end of these places
+            if end > at:
+                tier.names.add(names[at:end], place + at * step - units, step, is_new=is_new and may_be_new)
+            units += count
+            at = end
+        self._num_names += tier.names.count - before
 
-    def _store_by_name(self, state: _Replica, tier: _Tier, names: Sequence[bytes]) -> None:
+    def _store_by_name(self, state: _Replica, tier: _Tier, names: tuple[bytes, ...]) -> None:
         """A lower tier that names blocks without their tokens: they are where another tier of the replica has them."""
         for name in names:
-            place = self._place(state, name, None)
+            place = self._place(state, tier, name)
             if place is None:
                 self.counters.num_orphans_lost += 1
                 continue
@@ -261,53 +259,45 @@ class FleetIndex:
             except KeyError:
                 continue
             self.counters.num_stored += 1
-            self._name(tier, [name], [(place, ratio)])
+            self._name(tier, (name,), [(place, ratio, False)])
 
-    def _place(self, state: _Replica, name: bytes, medium: str | None) -> int | None:
+    def _place(self, state: _Replica, own: _Tier, name: bytes) -> int | None:
         """Where a replica's block lies, asked for in its own medium first."""
-        own = state.tiers.get(medium) if medium else None
-        place = own.names.get(name) if own else None
-        if place is None and len(state.tiers) > 1:
-            for tier in state.tiers.values():
-                place = tier.names.get(name)
-                if place is not None:
-                    break
-        return place
+        for tier in (own, *state.tiers.values()) if len(state.tiers) > 1 else (own,):
+            before = tier.names.count
+            place = tier.names.place(name)
+            self._num_names += tier.names.count - before  # names that turn out to be one
+            if place is not None:
+                return place
+        return None
 
     def _remove(self, replica: str, state: _Replica, event: BlockRemoved) -> None:
         if event.group:
             self.counters.num_other_group += 1
             return
         tier = state.tiers.get(event.medium)
-        places: list[int] = []
-        known = tier.names if tier else {}
-        for name in event.digests:
-            if tier and tier.extra_copies and name in tier.extra_copies:
-                if tier.extra_copies[name] == 1:
-                    del tier.extra_copies[name]
-                else:
-                    tier.extra_copies[name] -= 1
-                continue
-            place = known.pop(name, None)
-            if place is not None:
-                places.append(place)
-            elif orphan := self._orphaned.get((replica, event.medium, name)):
+        spans: list[tuple[int, int]] = []
+        unknown: Sequence[bytes] = event.digests
+        if tier is not None:
+            before = tier.names.count
+            spans, unknown = tier.names.take(event.digests)
+            self._num_names -= before - tier.names.count
+            self.counters.num_removed += before - tier.names.count
+        for name in unknown:
+            if orphan := self._orphaned.get((replica, event.medium, name)):
                 orphan.removed.append(name)
             else:
                 self.counters.num_unknown_removed += 1
-        if tier is None or not places:
+        if tier is None or not spans:
             return
-        self._num_names -= len(places)
-        self.counters.num_removed += len(places)
-        places.sort()
-        ratio = tier.ratio
-        first = previous = places[0]
-        for place in places[1:]:
-            if place != previous + ratio:
-                self.tree.remove(tier.holder, first, previous + ratio - first)
+        spans.sort()
+        first, last = spans[0][0], sum(spans[0])
+        for place, count in spans[1:]:
+            if place != last:
+                self.tree.remove(tier.holder, first, last - first)
                 first = place
-            previous = place
-        self.tree.remove(tier.holder, first, previous + ratio - first)
+            last = place + count
+        self.tree.remove(tier.holder, first, last - first)
 
     def _refuse_block_size(self, replica: str, block_size: int) -> None:
         self.counters.num_incompatible_block_size += 1
@@ -394,7 +384,7 @@ class FleetIndex:
         anywhere = device
         for name in self._tiered.intersection(asked) if self._tiered else ():
             tiers = self._replicas[name].tiers
-            if any(tier.names for medium, tier in tiers.items() if medium != DEVICE):
+            if any(tier.names.count for medium, tier in tiers.items() if medium != DEVICE):
                 if anywhere is device:
                     anywhere = dict(device)
                 holders_of = tuple(tier.holder for tier in tiers.values())
@@ -409,12 +399,12 @@ class FleetIndex:
         """Assert every invariant. Cost: all of the index."""
         self.tree.check()
         num_names = 0
-        for name, state in self._replicas.items():
+        for replica, state in self._replicas.items():
             for tier in state.tiers.values():
-                num_names += len(tier.names)
-                assert self._by_holder[tier.holder] == name
-                assert tier.extra_copies.keys() <= tier.names.keys()
-                for place in tier.names.values():
+                num_names += tier.names.count
+                assert self._by_holder[tier.holder] == replica
+                tier.names.check()
+                for _, place in tier.names.items():
                     try:
                         node, position = self.tree.resolve(place)
                     except KeyError:
@@ -438,7 +428,7 @@ class FleetIndex:
     def _close(self, tier: _Tier) -> None:
         del self._by_holder[tier.holder]
         self._all &= ~(1 << tier.holder)
-        self._num_names -= len(tier.names)
+        self._num_names -= tier.names.count
         self.tree.retire(tier.holder)
 
     def _shrink_names(self) -> None:
@@ -449,18 +439,16 @@ class FleetIndex:
             self.tree.shrink()
             for state in self._replicas.values():
                 for tier in state.tiers.values():
-                    lost = [name for name, place in tier.names.items() if not self.tree.is_place(place)]
-                    for name in lost:
-                        del tier.names[name]
-                        tier.extra_copies.pop(name, None)
-                    self._num_names -= len(lost)
+                    before = tier.names.count
+                    tier.names.lose(self.tree.is_place)
+                    self._num_names -= before - tier.names.count
             if self.num_bytes <= self._max_bytes - self._max_bytes // 8:
                 break
         self.tree.max_bytes = limit
 
 
-def _adapter_name(namespace: Namespace) -> str | None:
-    return (namespace.adapter.name or namespace.adapter.digest) if namespace.adapter else None
+def _adapter_name(adapter: Adapter) -> str:
+    return adapter.name or adapter.digest
 
 
 def _content(tokens: bytes, extras: Sequence[Extras | None] | None, width: int) -> bytes:

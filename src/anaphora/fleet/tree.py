@@ -11,6 +11,7 @@ holder. A node that is split keeps its id for its upper part and leads on to the
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from anaphora.tokens import TOKEN_BYTES
@@ -27,22 +28,35 @@ NODE_BYTES = 700
 class Node:
     """A run of `size` blocks that begins `start` blocks after the root. `lower`: what was split off its end.
 
+    unread: what was stored at its end since its tokens were last looked at. Most of it never is, and is never copied.
     full: bit b is set where holder b has all the blocks. partial: holder -> bits of the blocks that it has, never all.
     """
 
-    __slots__ = ("full", "kids", "lower", "node_id", "parent", "partial", "sealed", "size", "start", "tokens")
+    __slots__ = (
+        "_tokens", "full", "kids", "lower", "node_id", "parent", "partial", "sealed", "size", "start", "unread",
+    )  # fmt: skip
 
-    def __init__(self, node_id: int, parent: Node | None, start: int, tokens: bytearray, size: int) -> None:
+    def __init__(self, node_id: int, parent: Node | None, start: int, tokens: bytes | bytearray, size: int) -> None:
         self.node_id = node_id
         self.parent = parent
         self.start = start
-        self.tokens = tokens
+        self._tokens = bytearray()
+        self.unread = [tokens]
         self.size = size
         self.kids: dict[bytes, Node] = {}
         self.full = 0
         self.partial: dict[int, int] = {}
         self.lower: Node | None = None
         self.sealed = False  # cut by force: places beyond its end may still be known, so it must not grow again
+
+    @property
+    def tokens(self) -> bytearray:
+        """Its tokens. Cost: a copy of those that are looked at for the first time."""
+        if self.unread:
+            for piece in self.unread:
+                self._tokens += piece
+            self.unread.clear()
+        return self._tokens
 
 
 class TokenTree:
@@ -108,7 +122,7 @@ class TokenTree:
     def _sweep_all(self) -> Iterator[None]:
         mine = list(self._retired)
         mask = ~sum(self._bits[holder] for holder in mine)
-        for node_id in list(self._nodes):
+        for node_id in chain(list(self._nodes), self._ids_from(self._next_id)):  # what is split off meanwhile, too
             node = self._nodes.get(node_id)
             if node is not None:
                 node.full &= mask
@@ -120,13 +134,18 @@ class TokenTree:
             del self._retired[holder]
             self._free_holders.append(holder)
 
+    def _ids_from(self, node_id: int) -> Iterator[int]:
+        while node_id < self._next_id:
+            yield node_id
+            node_id += 1
+
     # Writing
 
-    def store(self, holder: int, root: Hashable, after: int | None, tokens: bytes) -> list[tuple[int, int]]:
+    def store(self, holder: int, root: Hashable, after: int | None, tokens: bytes) -> list[tuple[int, int, bool]]:
         """Note that `holder` has these blocks, which follow the place `after` (None: the root).
 
-        Returns where they lie: (place of the first, number of blocks) of each run. Raises KeyError if `after` is no
-        place any more.
+        Returns where they lie: of each run the place of the first, the number of blocks, and whether the holder had
+        none of them. Raises KeyError if `after` is no place any more.
 
         Cost: one comparison of the tokens, a few microseconds a node on the way.
         """
@@ -140,7 +159,10 @@ class TokenTree:
         else:
             node, position = self.resolve(after)
             position += 1
-        places: list[tuple[int, int]] = []
+            if position == node.size and self._can_grow(node, bit):  # a sequence goes on: what comes most
+                self._grow(node, tokens, total)
+                return [((node.node_id << DEPTH_BITS) | (after & _DEPTH_MASK) + 1, total, True)]
+        places: list[tuple[int, int, bool]] = []
         offset = 0
         while offset < total:
             if position < node.size:
@@ -148,22 +170,21 @@ class TokenTree:
                 if not count:
                     self._split(node, position)
                     continue
-                self.hold(node, position, count, holder)
-            elif kid := node.kids.get(tokens[offset * width : (offset + 1) * width]):
+                is_new = self.hold(node, position, count, holder)
+            elif node.kids and (kid := node.kids.get(tokens[offset * width : (offset + 1) * width])):
                 node, position = kid, 0
                 continue
             else:
                 count = total - offset
-                if node.full & self.live == bit and not node.partial and not node.kids and not node.sealed:
-                    node.tokens += memoryview(tokens)[offset * width :]
-                    node.size += count
+                rest = tokens[offset * width :] if offset else tokens
+                if self._can_grow(node, bit):
+                    self._grow(node, rest, count)
                 else:
-                    node = self._add(node, tokens[offset * width :], count)
+                    node = self._add(node, rest, count)
                     node.full = bit
                     position = 0
-                self.num_blocks += count
-                self.num_bytes += count * width
-            places.append(((node.node_id << DEPTH_BITS) | (node.start + position), count))
+                is_new = True
+            places.append(((node.node_id << DEPTH_BITS) | (node.start + position), count, is_new))
             position += count
             offset += count
         if not node.kids:
@@ -171,6 +192,19 @@ class TokenTree:
         if self.num_bytes > self.max_bytes:
             self.shrink(node)
         return places
+
+    def _can_grow(self, node: Node, bit: int) -> bool:
+        """Whether the one who stores more after a node has all of it, alone."""
+        return not node.kids and node.full & self.live == bit and not node.partial and not node.sealed
+
+    def _grow(self, node: Node, tokens: bytes, count: int) -> None:
+        node.unread.append(tokens)
+        node.size += count
+        self.num_blocks += count
+        self.num_bytes += count * self.width
+        self._leaves.move_to_end(node.node_id)
+        if self.num_bytes > self.max_bytes:
+            self.shrink(node)
 
     def remove(self, holder: int, place: int, count: int) -> None:
         """Note that `holder` no longer has `count` blocks from `place` on. What nobody has goes."""
@@ -300,7 +334,7 @@ class TokenTree:
     def _root(self, key: Hashable) -> Node:
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Node(self._next_id, None, 0, bytearray(), 0)
+            root = self._roots[key] = Node(self._next_id, None, 0, b"", 0)
             root.sealed = True
             self._root_keys[self._next_id] = key
             self._next_id += 1
@@ -323,13 +357,14 @@ class TokenTree:
         return low
 
     def _add(self, parent: Node, tokens: bytes, size: int) -> Node:
-        node = Node(self._next_id, parent, parent.start + parent.size, bytearray(tokens), size)
+        node = Node(self._next_id, parent, parent.start + parent.size, tokens, size)
         self._next_id += 1
         self._nodes[node.node_id] = node
         parent.kids[tokens[: self.width]] = node
         self._leaves.pop(parent.node_id, None)
         self._leaves[node.node_id] = node
-        self.num_bytes += NODE_BYTES
+        self.num_blocks += size
+        self.num_bytes += NODE_BYTES + size * self.width
         return node
 
     def _split(self, node: Node, position: int) -> None:
@@ -346,7 +381,6 @@ class TokenTree:
         low.kids, low.lower, low.sealed = node.kids, node.lower, node.sealed
         for kid in low.kids.values():
             kid.parent = low
-        # Bits of the retired end here: a sweep that is under way would not see the new node.
         low.full = node.full = node.full & self.live
         whole_high, whole_low = (1 << position) - 1, (1 << low.size) - 1
         high_partial: dict[int, int] = {}
@@ -370,17 +404,20 @@ class TokenTree:
             self._leaves.move_to_end(low.node_id, last=False)
         self.num_bytes += NODE_BYTES
 
-    def hold(self, node: Node, position: int, count: int, holder: int) -> None:
-        """Note that `holder` has `count` blocks of a node, which are known already."""
+    def hold(self, node: Node, position: int, count: int, holder: int) -> bool:
+        """Note that `holder` has `count` blocks of a node, which are known already. Return whether it had none."""
         bit = self._bits[holder]
         if node.full & bit:
-            return
-        blocks = node.partial.get(holder, 0) | (((1 << count) - 1) << position)
+            return False
+        before = node.partial.get(holder, 0)
+        these = ((1 << count) - 1) << position
+        blocks = before | these
         if blocks == (1 << node.size) - 1:
             node.full |= bit
             node.partial.pop(holder, None)
         else:
             node.partial[holder] = blocks
+        return not before & these
 
     def _unhold(self, node: Node, position: int, count: int, holder: int) -> None:
         bit = self._bits[holder]
