@@ -185,7 +185,7 @@ def test_a_real_vllm_servers_messages_are_understood() -> None:
         assert w.follower.num_bad_batches == index.counters.num_orphans_lost == 0
         assert index.counters.num_stored > 10
         known = index._replicas["a"].tiers["GPU"].names
-        assert set(known) == {digest for digest, group, _ in mirror.blocks if group == 0}
+        assert {name for name, _ in known.items()} == {digest for digest, group, _ in mirror.blocks if group == 0}
 
 
 @contextlib.contextmanager

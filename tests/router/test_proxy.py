@@ -40,7 +40,7 @@ def two() -> Iterator[tuple[LiveRouter, LiveServer, LiveServer]]:
 def test_the_second_turn_goes_where_the_first_one_is(two: Any) -> None:
     router, *_ = two
     homes = set()
-    for user in range(6):
+    for user in range(14):
         opening = f"user {user}: {LONG}"
         first = router.chat(opening)
         answer = first.json()["choices"][0]["message"]["content"]
