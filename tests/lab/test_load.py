@@ -190,7 +190,7 @@ class TestText:
     def test_a_model_without_such_words_is_told(self, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with serving_fake() as live:  # a token a byte
             assert main(["bench", "--trace", str(trace), "--url", live.url, "--send", "text"]) == 1
-        assert "too few common words are one token" in capsys.readouterr().err
+        assert "common words are not one token each" in capsys.readouterr().err
 
 
 class NeverAnswering:

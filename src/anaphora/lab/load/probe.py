@@ -71,7 +71,13 @@ async def _find_words(endpoint: Endpoint, form: Form, one: Answer) -> Vocabulary
     words = tuple(f" {word}" for word in dict.fromkeys(_WORDS.split()))
     if one.prompt_tokens is None:
         return Vocabulary(form, words=words)  # nobody can tell; the report says that lengths are not known
-    added = one.prompt_tokens - 1
+    for word in words[:_MIN_WORDS]:
+        single, double = await _ask(endpoint, form, word), await _ask(endpoint, form, word * 2)
+        if single.prompt_tokens is not None and double.prompt_tokens == single.prompt_tokens + 1:
+            added = single.prompt_tokens - 1
+            break
+    else:
+        raise LogError(f"{endpoint.url}: common words are not one token each for this model; try --send ids")
     usable: list[str] = []
     waiting = [words]
     while waiting:
