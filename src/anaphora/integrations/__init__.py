@@ -1,1 +1,1 @@
-"""Caches for other people's engines, on our manager and pages."""
+"""Other people's engines and servers, with our caches and our routing."""

@@ -293,6 +293,10 @@ class Trip:
         self._flight.arrive(self._fleet.clock(), is_stream=is_stream)
         self._fleet.knowledge.confirm(self._visit)
 
+    def taken(self) -> None:
+        """The replica works on it, and nothing more will be seen before its end: the prompt counts as cached."""
+        self._fleet.knowledge.confirm(self._visit)
+
     def end(self, *, succeeded: bool) -> None:
         """The request is over. Idempotent."""
         self._flight.end(self._fleet.clock(), succeeded=succeeded)
