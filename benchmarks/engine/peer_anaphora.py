@@ -1,4 +1,4 @@
-"""Anaphora: `python -m benchmarks.engine.peer_anaphora MODEL EXECUTOR`: "reference", or as "avx2" or "avx2/q8_0"."""
+"""Anaphora: `peer_anaphora MODEL EXECUTOR`: "reference", or a path: "avx2", "avx2/stored", "avx2/q8_0"."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Anaphora:
             executor = ReferenceExecutor(model.shape, model.weights, num_threads())
         else:
             path, _, weight_format = kind.partition("/")
+            weights = model.stored_weights if weight_format == "stored" else model.weights
             executor = NativeExecutor(
-                model.shape, model.weights, num_threads(), path, "q8_0" if weight_format == "q8_0" else "bf16"
+                model.shape, weights, num_threads(), path, "q8_0" if weight_format == "q8_0" else "bf16"
             )
         memory = KV_MEMORY_BYTES["reference" if kind == "reference" else "native"]
         manager = KVCacheManager(num_blocks=num_blocks_for(memory, executor.layer_groups, 16), block_size=16)

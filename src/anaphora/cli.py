@@ -175,7 +175,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-context", type=_positive, metavar="N", help="longest sequence (default: the model's)")
     engine.add_argument(
         "--executor",
-        choices=["auto", "native", "native-q8", "reference", "torch"],
+        choices=["auto", "native", "native-bf16", "native-q8", "reference", "torch"],
         help="what runs the model (default: native if it builds)",
     )
     engine.add_argument(

@@ -268,8 +268,9 @@ def continued(default_model):
 
 @pytest.mark.model
 class TestOnTheDefaultModel:
-    def test_logits_are_close_to_the_reference_and_greedy_choices_the_same(self, path, default_model, continued):
-        executor = NativeExecutor(default_model.shape, default_model.weights, path=path)
+    @pytest.mark.parametrize("kept", ["weights", "stored_weights"])
+    def test_logits_are_close_to_the_reference_and_greedy_choices_the_same(self, path, default_model, continued, kept):
+        executor = NativeExecutor(default_model.shape, getattr(default_model, kept), path=path)
         for tokens, expected in continued:
             executor.allocate_kv(4, 16)
             logits = run(executor, tokens, range(1, 5))

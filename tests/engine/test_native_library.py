@@ -105,12 +105,15 @@ def test_native_is_refused_where_there_is_no_compiler(fresh, model):
         build.build_engine(model, executor="native", kv_memory_bytes=1 << 20)
 
 
-def test_auto_is_native_where_there_is_a_compiler_and_native_q8_keeps_8_bits(model):
+def test_auto_is_native_where_there_is_a_compiler_and_names_say_how_weights_are_kept(model):
     try:
         NativeExecutor(LLAMA, random_weights(LLAMA))
     except NativeUnavailableError as error:
         pytest.skip(f"the native executor is not available: {error}")
     engine = build.build_engine(model, kv_memory_bytes=1 << 20)
     assert isinstance(engine.executor, NativeExecutor)
-    eight_bits = build.build_engine(model, executor="native-q8", kv_memory_bytes=1 << 20)
-    assert "q8_0" in eight_bits.executor.numerics_id
+    assert "-stored-bf16-" in engine.executor.numerics_id
+    for kind, kept in (("native", "-stored-bf16-"), ("native-bf16", "-bf16-"), ("native-q8", "-q8_0-")):
+        numerics_id = build.build_engine(model, executor=kind, kv_memory_bytes=1 << 20).executor.numerics_id
+        assert kept in numerics_id
+        assert ("stored" in numerics_id) == (kind == "native")

@@ -34,6 +34,7 @@ from anaphora.engine.native import NativeExecutor, library
 from anaphora.model import LoraAdapter, LowRank
 from anaphora.model.lora import projection_sizes
 from tests.engine.dense_model import FAMILIES, LLAMA, random_weights
+from tests.engine.test_native_stored import KINDS, SHAPE, stored_weights
 
 library.FLAGS = (*library.FLAGS, "-g", "-O1", *sys.argv[2:])
 tokens = np.random.default_rng(0).integers(0, 53, 700, np.int32)
@@ -51,8 +52,10 @@ def span(start, count, first_block, num_shared=0, num_logits=1):
 
 
 odd = replace(LLAMA, hidden_size=33, intermediate_size=17, head_dim=6)
-for shape, weight_format in [*((shape, "bf16") for shape in FAMILIES.values()), (odd, "bf16"), (odd, "q8_0")]:
-    executor = NativeExecutor(shape, random_weights(shape), 3, sys.argv[1], weight_format)
+cases = [(shape, random_weights(shape), "bf16") for shape in [*FAMILIES.values(), odd]]
+cases += [(odd, random_weights(odd), "q8_0"), *((SHAPE, stored_weights(SHAPE, kind), "bf16") for kind in KINDS)]
+for shape, weights, weight_format in cases:
+    executor = NativeExecutor(shape, weights, 3, sys.argv[1], weight_format)
     executor.allocate_kv(400, 16)
     executor.execute(Batch([span(0, 600, 1, num_logits=600)]))
     executor.execute(Batch([span(600, 1, 1)]))  # few pieces: each tile for itself

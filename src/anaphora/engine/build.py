@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ExecutorKind: TypeAlias = Literal["auto", "native", "native-q8", "reference", "torch"]
+ExecutorKind: TypeAlias = Literal["auto", "native", "native-bf16", "native-q8", "reference", "torch"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 """Memory for KV where there is plenty of it."""
@@ -72,9 +72,10 @@ def build_engine(
 ) -> Engine:
     """Return an engine that runs `model`, with its KV pages allocated.
 
-    executor: "native" is C++, bf16, compiled at first use; "native-q8" is the same with 8-bit weights; "reference" is
-        numpy, float32, several times slower; "torch" is transformers' own model, in float32 on a CPU, of any
-        decoder-only architecture that it knows;
+    executor: "native" is C++, compiled at first use, with weights as a GGUF file quantises them, others in bf16;
+        "native-bf16" and "native-q8" are the same with all weights in bf16, or in 8 bits; "reference" is numpy,
+        float32, several times slower; "torch" is transformers' own model, in float32 on a CPU, of any decoder-only
+        architecture that it knows;
         "auto" is native where that can be built, and otherwise reference, with a line in the log that says why.
     index: how prefixes are found, "radix" or "hash"; with attention windows always "hash", which knows them.
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
@@ -232,16 +233,18 @@ def _auto(model: Model) -> Executor:
     from anaphora.engine.native import NativeExecutor, NativeUnavailableError  # noqa: PLC0415
 
     try:
-        return NativeExecutor(model.shape, model.weights)
+        return NativeExecutor(model.shape, model.stored_weights)
     except NativeUnavailableError as error:
         log.warning("executor: running reference, which is slower, since native is not available: %s", error)
         return _reference(model)
 
 
-def _native(model: Model, weight_format: WeightFormat = "bf16") -> Executor:
+def _native(model: Model, weight_format: WeightFormat | None = None) -> Executor:
     from anaphora.engine.native import NativeExecutor, NativeUnavailableError  # noqa: PLC0415
 
     try:
+        if weight_format is None:
+            return NativeExecutor(model.shape, model.stored_weights)
         return NativeExecutor(model.shape, model.weights, weight_format=weight_format)
     except NativeUnavailableError as error:
         raise ValueError(f"executor: 'native' is not available here: {error}") from None
@@ -266,6 +269,7 @@ def _torch(model: Model) -> Executor:
 _EXECUTORS: dict[str, Callable[[Model], Executor]] = {
     "auto": _auto,
     "native": _native,
+    "native-bf16": partial(_native, weight_format="bf16"),
     "native-q8": partial(_native, weight_format="q8_0"),
     "reference": _reference,
     "torch": _torch,

@@ -6,7 +6,7 @@ from anaphora.model.load import Model, load_model
 from anaphora.model.lora import LoraAdapter, LowRank, read_lora
 from anaphora.model.shape import ModelShape
 from anaphora.model.tokenizer import Detokenizer, Tokenizer
-from anaphora.model.weights import LayerWeights, Weights
+from anaphora.model.weights import LayerWeights, QuantisedMatrix, StoredWeights, Weights
 
 __all__ = [
     "ChatTemplate",
@@ -18,6 +18,8 @@ __all__ = [
     "Model",
     "ModelError",
     "ModelShape",
+    "QuantisedMatrix",
+    "StoredWeights",
     "Tokenizer",
     "Weights",
     "load_model",

@@ -21,14 +21,13 @@ from gguf.quants import dequantize
 
 from anaphora.model import weights
 from anaphora.model.errors import ModelError
+from anaphora.model.gguf_blocks import take_apart
 from anaphora.model.shape import DivisorsRope, LinearRope, ModelShape, RopeScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from anaphora.model.weights import Weights
+    from anaphora.model.weights import Matrix, WeightsReader
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -107,15 +106,25 @@ class GGUFFile:
         """Names of all tensors, in the file's order."""
         return self._tensors.keys()
 
-    def tensor(self, name: str) -> NDArray[np.float32]:
+    def tensor(self, name: str, interleaved_heads: int = 0) -> NDArray[np.float32]:
         """One tensor as float32, outermost dimension first; a view of the mapped file where it is float32 there.
+
+        interleaved_heads: of a q or k matrix, whose rows are put into rotate-half order. llama.cpp's converter permutes
+        rows of the "llama" architecture: row 2i of a head was i, row 2i + 1 was i + head_dim / 2. 0: no such matrix.
 
         Raises:
             KeyError: there is none of that name.
-            ModelError: what `shape_of` raises.
+            ModelError: what `shape_of` raises, or the rows are no whole heads.
         """
         self.shape_of(name)
-        return self._decode(name, self._raw(name))
+        return self._decode(name, self._rows(name, interleaved_heads))
+
+    def stored_tensor(self, name: str, interleaved_heads: int = 0) -> Matrix:
+        """What `tensor` returns, its numbers still quantised if it is a matrix of a kind that `take_apart` knows."""
+        self.shape_of(name)
+        raw, kind = self._rows(name, interleaved_heads), self._tensors[name].kind
+        matrix = take_apart(raw, kind) if raw.ndim == 2 else None
+        return self._decode(name, raw) if matrix is None else matrix
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, outermost dimension first, by the header alone.
@@ -130,17 +139,17 @@ class GGUFFile:
             raise ModelError(f"tensor {name!r}: quantisation {tensor.kind.name} is not supported")
         return tensor.shape
 
-    def rotate_half_rows(self, name: str, num_heads: int) -> NDArray[np.float32]:
-        """A q or k matrix whose rows were stored for interleaved RoPE, with its rows in rotate-half order.
-
-        llama.cpp's converter permutes rows of the "llama" architecture: row 2i of a head was i, row 2i + 1 was
-        i + head_dim / 2. Rows are reordered before they are decoded, when they are smallest.
-        """
+    def _rows(self, name: str, interleaved_heads: int) -> NDArray[Any]:
+        """`_raw`, reordered where it must be: before it is decoded, when it is smallest."""
         raw = self._raw(name)
-        if raw.ndim != 2 or raw.shape[0] % (2 * num_heads):
-            raise ModelError(f"tensor {name!r} has shape {list(raw.shape)}; expected {num_heads} heads of an even size")
-        pairs = raw.reshape(num_heads, raw.shape[0] // num_heads // 2, 2, raw.shape[1])
-        return self._decode(name, pairs.swapaxes(1, 2).reshape(raw.shape))
+        if not interleaved_heads:
+            return raw
+        if raw.ndim != 2 or raw.shape[0] % (2 * interleaved_heads):
+            raise ModelError(
+                f"tensor {name!r} has shape {list(raw.shape)}; expected {interleaved_heads} heads of an even size"
+            )
+        pairs = raw.reshape(interleaved_heads, raw.shape[0] // interleaved_heads // 2, 2, raw.shape[1])
+        return pairs.swapaxes(1, 2).reshape(raw.shape)
 
     def _raw(self, name: str) -> NDArray[Any]:
         """The stored rows: float32 elements, or bytes of quantised blocks."""
@@ -325,14 +334,17 @@ class _Tensors:
         return self._file.shape_of(name)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        for ending, num_heads in self._heads.items():
-            if name.endswith(ending):
-                return self._file.rotate_half_rows(name, num_heads)
-        return self._file.tensor(name)
+        return self._file.tensor(name, self._interleaved_heads(name))
+
+    def read_stored(self, name: str) -> Matrix:
+        return self._file.stored_tensor(name, self._interleaved_heads(name))
+
+    def _interleaved_heads(self, name: str) -> int:
+        return next((num_heads for ending, num_heads in self._heads.items() if name.endswith(ending)), 0)
 
 
-def stored_weights(file: GGUFFile, shape: ModelShape) -> Callable[[], Weights]:
-    """Check the file's tensors, and return what reads them as float32, in half a second for SmolLM2-135M in Q4_1.
+def stored_weights(file: GGUFFile, shape: ModelShape) -> WeightsReader:
+    """Check the file's tensors, and return what reads them: as float32, in half a second for SmolLM2-135M in Q4_1.
 
     Raises:
         ModelError: a tensor is missing, has another shape or an unsupported quantisation, or is cut off.

@@ -17,12 +17,12 @@ from anaphora.model.shape import ARCHITECTURES, LinearRope, Llama3Rope, ModelSha
 from anaphora.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from anaphora.model.weights import Weights
+    from anaphora.model.weights import Weights, WeightsReader
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -198,6 +198,8 @@ class _Tensors:
     def read(self, name: str) -> NDArray[np.float32]:
         return self._file_of(name).tensor(name)
 
+    read_stored = read
+
     def _file_of(self, name: str) -> SafetensorsFile:
         for file in self._files:
             if name in file:
@@ -205,7 +207,7 @@ class _Tensors:
         raise KeyError(name)
 
 
-def stored_weights(folder: Path, shape: ModelShape) -> Callable[[], Weights]:
+def stored_weights(folder: Path, shape: ModelShape) -> WeightsReader:
     """Check the files' tensors, and return what reads them as float32, bfloat16 and float16 widened.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model's weights as float32 arrays, in the layout of Hugging Face checkpoints: checked first, then read."""
+"""A model's weights in the layout of Hugging Face checkpoints, as float32 or as stored: checked first, then read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from anaphora.model.shape import ModelShape
 
     Array: TypeAlias = NDArray[np.float32]
+    Matrix: TypeAlias = "Array | QuantisedMatrix"
 
+Tensor = TypeVar("Tensor")
+Layer = TypeVar("Layer")
 
 _MAX_THREADS = 4
 
@@ -63,6 +66,45 @@ class Weights:
     layers: Sequence[LayerWeights]
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """A matrix as its file keeps it: a weight is number * scale + offset.
+
+    numbers: int8 [outputs, inputs]; 0 to 15 where there are offsets.
+    scales: float32 [outputs, blocks], one for each block of 16 or 32 inputs. Times a number they are exact in float32.
+    offsets: like scales, or None for none.
+    """
+
+    numbers: NDArray[np.int8]
+    scales: Array
+    offsets: Array | None = None
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Inputs of a block, and whether there are offsets: what makes two matrices alike."""
+        return self.numbers.shape[1] // self.scales.shape[1], self.offsets is not None
+
+    def dense(self) -> Array:
+        """The weights, float32 [outputs, inputs]."""
+        blocks = self.numbers.reshape(*self.scales.shape, -1).astype(np.float32) * self.scales[..., None]
+        if self.offsets is not None:
+            blocks += self.offsets[..., None]
+        return blocks.reshape(self.numbers.shape)
+
+
+@dataclass(slots=True)
+class StoredWeights:
+    """All weights as their files keep them: like `Weights`, but what is quantised there may be so here.
+
+    layers: each by the names of the fields of `LayerWeights`, without those that the model has not.
+    """
+
+    embedding: Matrix
+    output: Matrix
+    final_norm: Array
+    layers: Sequence[Mapping[str, Matrix]]
+
+
 class TensorSource(Protocol):
     """The tensors of a model's files, by the names that they have there."""
 
@@ -77,8 +119,11 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Array:
         """Return a tensor as float32."""
 
+    def read_stored(self, name: str) -> Matrix:
+        """Return a tensor as the file keeps it, as float32 where `QuantisedMatrix` cannot hold it."""
 
-def stored_weights(shape: ModelShape, names: Mapping[str, str], source: TensorSource) -> Callable[[], Weights]:
+
+def stored_weights(shape: ModelShape, names: Mapping[str, str], source: TensorSource) -> WeightsReader:
     """Check every tensor that `shape` asks for against the files' headers; return what reads them.
 
     names: what a file calls each field of `Weights` and `LayerWeights`; "{layer}" stands for the layer's number.
@@ -97,13 +142,42 @@ def stored_weights(shape: ModelShape, names: Mapping[str, str], source: TensorSo
         for field, size in inner.items():
             _check(source, names[field].format(layer=layer), size, shape)
 
-    def read() -> Weights:
+    return WeightsReader(
+        shape.num_layers,
+        {field: names[field] for field in outer},
+        {field: names[field] for field in inner},
+        source,
+    )
+
+
+class WeightsReader:
+    """Reads a model's weights, which were checked; each call reads them anew.
+
+    outer, inner: what the file calls the fields of `Weights` and `LayerWeights` that the model has.
+    """
+
+    def __init__(
+        self, num_layers: int, outer: Mapping[str, str], inner: Mapping[str, str], source: TensorSource
+    ) -> None:
+        self._num_layers = num_layers
+        self._outer = outer
+        self._inner = inner
+        self._source = source
+
+    def __call__(self) -> Weights:
+        """Everything as float32."""
         with _pool() as pool:
-            arrays = dict(zip(outer, pool.map(source.read, [names[field] for field in outer]), strict=True))
-        layers = _StoredLayers(shape.num_layers, {field: names[field] for field in inner}, source)
+            arrays = dict(zip(self._outer, pool.map(self._source.read, self._outer.values()), strict=True))
+        layers = _Layers(self._num_layers, self._inner, self._source.read, lambda layer: LayerWeights(**layer))
         return Weights(arrays["embedding"], arrays.get("output", arrays["embedding"]), arrays["final_norm"], layers)
 
-    return read
+    def as_stored(self) -> StoredWeights:
+        """Everything as the files keep it."""
+        read = self._source.read_stored
+        embedding = read(self._outer["embedding"])
+        output = read(self._outer["output"]) if "output" in self._outer else embedding
+        layers: _Layers[Matrix, Mapping[str, Matrix]] = _Layers(self._num_layers, self._inner, read, dict)
+        return StoredWeights(embedding, output, self._source.read(self._outer["final_norm"]), layers)
 
 
 def _check(source: TensorSource, name: str, expected: tuple[int, ...], shape: ModelShape) -> None:
@@ -120,42 +194,52 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "weights")
 
 
-class _StoredLayers(Sequence[LayerWeights]):
-    """Layers in files. Iteration reads the next one while the caller works on this one."""
+class _Layers(Sequence[Layer], Generic[Tensor, Layer]):
+    """Layers in files. Iteration reads the next one while the caller works on this one.
 
-    def __init__(self, num_layers: int, names: Mapping[str, str], source: TensorSource) -> None:
+    read: a tensor by its name in the file. make: a layer from its tensors by field.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        names: Mapping[str, str],
+        read: Callable[[str], Tensor],
+        make: Callable[[dict[str, Tensor]], Layer],
+    ) -> None:
         self._numbers = range(num_layers)
         self._names = names
-        self._source = source
+        self._read = read
+        self._make = make
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, index: int) -> LayerWeights: ...
+    def __getitem__(self, index: int) -> Layer: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[LayerWeights]: ...
+    def __getitem__(self, index: slice) -> list[Layer]: ...
 
-    def __getitem__(self, index: int | slice) -> LayerWeights | list[LayerWeights]:
+    def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
         numbers = self._numbers[index]
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
-        return self._layer(map(self._source.read, self._tensors(numbers)))
+        return self._layer(map(self._read, self._tensors(numbers)))
 
-    def __iter__(self) -> Iterator[LayerWeights]:
+    def __iter__(self) -> Iterator[Layer]:
         with _pool() as pool:
-            coming = deque([pool.map(self._source.read, self._tensors(number)) for number in self._numbers[:1]])
+            coming = deque([pool.map(self._read, self._tensors(number)) for number in self._numbers[:1]])
             for number in self._numbers[1:]:
-                coming.append(pool.map(self._source.read, self._tensors(number)))
+                coming.append(pool.map(self._read, self._tensors(number)))
                 yield self._layer(coming.popleft())
             yield self._layer(coming.popleft())
 
     def _tensors(self, number: int) -> list[str]:
         return [name.format(layer=number) for name in self._names.values()]
 
-    def _layer(self, arrays: Iterable[Array]) -> LayerWeights:
-        return LayerWeights(**dict(zip(self._names, arrays, strict=True)))
+    def _layer(self, tensors: Iterable[Tensor]) -> Layer:
+        return self._make(dict(zip(self._names, tensors, strict=True)))
 
 
 def _layer_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

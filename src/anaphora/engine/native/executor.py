@@ -1,4 +1,4 @@
-"""NativeExecutor: a Llama-layout model in C++, bf16 or 8-bit weights, bf16 KV, float32 sums; one call a step.
+"""NativeExecutor: a Llama-layout model in C++, weights of 16, 8 or 4 bits, bf16 KV, float32 sums; one call a step.
 
 Batch-invariant by construction: every output row is computed by one sequence of operations, whatever else is in the
 call. docs/native.md explains how; cpp/layout.h draws the data.
@@ -15,9 +15,11 @@ import numpy as np
 
 from anaphora.engine.executor import LayerGroup, Output
 from anaphora.engine.native.adapter import NativeAdapter
-from anaphora.engine.native.library import LAYER_FIELDS, LayerPointers, Sizes, load_library, native_paths
+from anaphora.engine.native.library import Sizes, load_library, native_paths
+from anaphora.engine.native.packing import pack_weights
 from anaphora.engine.validation import check_batch, check_copies, check_pages
 from anaphora.engine.workers import default_num_threads
+from anaphora.model import StoredWeights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from anaphora.engine.executor import Batch, Span
     from anaphora.engine.grouping import Group
-    from anaphora.model import LayerWeights, LoraAdapter, ModelShape, Weights
+    from anaphora.model import LoraAdapter, ModelShape, Weights
 
     Array: TypeAlias = NDArray[np.float32]
 
@@ -53,8 +55,9 @@ class NativeExecutor:
 
     num_threads: by default one for each CPU that this process may use. It does not show in the bits.
     path: one of `native_paths()`, by default the first. Bits differ between paths.
-    weight_format: how the matrices are kept. "bf16", or "q8_0", as GGUF's blocks of 32 numbers of 8 bits: 9/16 of the
-        memory, so faster at small batches; weights that were Q8_0 lose nothing, others half a step of 1/127 of the
+    weights: of `StoredWeights`, quantised matrices stay so, and are multiplied with as if they were float32.
+    weight_format: how other matrices are kept. "bf16", or "q8_0", as GGUF's blocks of 32 numbers of 8 bits: 9/16 of
+        the memory, so faster at small batches; weights that were Q8_0 lose nothing, others half a step of 1/127 of the
         largest in their block.
 
     Raises:
@@ -66,7 +69,7 @@ class NativeExecutor:
     def __init__(
         self,
         shape: ModelShape,
-        weights: Weights,
+        weights: Weights | StoredWeights,
         num_threads: int | None = None,
         path: str | None = None,
         weight_format: WeightFormat = "bf16",
@@ -103,8 +106,10 @@ class NativeExecutor:
         weakref.finalize(self, self._library.anaphora_destroy, self._handle)
         cosines, sines = _rope_tables(shape)
         rope = zlib.crc32(sines.data, zlib.crc32(cosines.data))
-        self._numerics_id = f"native-{self.path}-{weight_format}-strip{STRIP}-keys{KEY_TILE}-rope{rope:08x}"
-        self._load(weights, cosines, sines)
+        kept = f"stored-{weight_format}" if isinstance(weights, StoredWeights) else weight_format
+        self._numerics_id = f"native-{self.path}-{kept}-strip{STRIP}-keys{KEY_TILE}-rope{rope:08x}"
+        if not pack_weights(self._library, self._handle, shape, weights, cosines, sines):
+            raise MemoryError("not enough memory for the model's weights")
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -113,7 +118,7 @@ class NativeExecutor:
 
     @property
     def numerics_id(self) -> str:
-        """Kernel path, dtype, tile constants, and a checksum of the tabulated sines and cosines."""
+        """Kernel path, how weights are kept, tile constants, and a checksum of the tabulated sines and cosines."""
         return self._numerics_id
 
     @property
@@ -285,24 +290,6 @@ class NativeExecutor:
         if not self._num_host_blocks:
             raise RuntimeError("there are no host blocks yet; call allocate_host first")
 
-    def _load(self, weights: Weights, cosines: Array, sines: Array) -> None:
-        embedding = _dense(weights.embedding)
-        output = None if self._shape.ties_embeddings else _dense(weights.output)
-        final_norm = _dense(weights.final_norm)
-        is_loaded = self._library.anaphora_load(
-            self._handle, *(_address(array) for array in (embedding, output, final_norm, cosines, sines))
-        )
-        for number, layer in enumerate(weights.layers):
-            is_loaded = is_loaded and self._load_layer(number, layer)
-        if not is_loaded:
-            raise MemoryError("not enough memory for the model's weights")
-
-    def _load_layer(self, number: int, layer: LayerWeights) -> bool:
-        given = {name: getattr(layer, name) for name in LAYER_FIELDS}
-        arrays = {name: None if array is None else _dense(array) for name, array in given.items()}
-        pointers = LayerPointers(**{name: _address(array) for name, array in arrays.items()})
-        return bool(self._library.anaphora_load_layer(self._handle, number, ctypes.byref(pointers)))
-
 
 def _groups_of_short_spans(batch: Batch) -> list[Group]:
     """The groups without their long spans, outer ones first."""
@@ -329,11 +316,3 @@ def _rope_tables(shape: ModelShape) -> tuple[Array, Array]:
         angles = np.arange(rows.start, rows.stop)[:, None] * frequencies
         cosines[rows], sines[rows] = np.cos(angles), np.sin(angles)
     return cosines, sines
-
-
-def _dense(array: Array) -> Array:
-    return np.require(array, np.float32, ["C", "A"])
-
-
-def _address(array: Array | None) -> int | None:
-    return None if array is None else array.ctypes.data

@@ -62,16 +62,20 @@ class Sizes(Structure):
     )
 
 
-LAYER_FIELDS = (
-    *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
-    *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
-)
+class Stored(Structure):
+    """`anaphora::Stored` in api.cpp."""
+
+    _fields_ = (("numbers", c_void_p), ("scales", c_void_p), ("offsets", c_void_p), ("block_inputs", c_int32))
+
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+VECTORS = ("attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 
 class LayerPointers(Structure):
     """`anaphora::LayerPointers` in api.cpp."""
 
-    _fields_ = tuple((name, c_void_p) for name in LAYER_FIELDS)
+    _fields_ = (*((name, Stored) for name in MATRICES), *((name, c_void_p) for name in VECTORS))
 
 
 def native_paths() -> tuple[str, ...]:
@@ -172,7 +176,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("paths", c_char_p, ()),
         ("create", pointer, (c_char_p, POINTER(Sizes), number, number)),
         ("destroy", None, (pointer,)),
-        ("load", number, (pointer, pointer, pointer, pointer, pointer, pointer)),
+        ("load", number, (pointer, POINTER(Stored), POINTER(Stored), pointer, pointer, pointer)),
         ("load_layer", number, (pointer, number, POINTER(LayerPointers))),
         ("allocate_pages", number, (pointer, number, number)),
         ("copy_block", None, (pointer, number, number)),

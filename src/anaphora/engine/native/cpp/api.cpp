@@ -1,10 +1,11 @@
-// What Python calls, by ctypes: build an engine from float32 weights, make pages, run steps. Arguments were checked
+// What Python calls, by ctypes: build an engine from weights, make pages, run steps. Arguments were checked
 // there; a return value of 0 (null) says that memory or threads ran out.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "layout.h"
@@ -57,14 +58,31 @@ uint16_t to_bf16(float x) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-struct LayerPointers {  // the same fields as _LayerPointers in library.py: float32, null where the model has none
-  const float *attention_norm, *q, *k, *v, *o, *mlp_norm, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *q_norm,
-      *k_norm;
+// A matrix [outputs, inputs] as Python gives it. The same fields as Stored in library.py.
+struct Stored {
+  const void* numbers;            // float32; or, where there are scales, int8
+  const float *scales, *offsets;  // [outputs, inputs / block_inputs]: number * scale + offset. No offsets: 0
+  int32_t block_inputs;
+
+  Format format() const {
+    if (!scales) return Format::BF16;
+    return offsets ? Format::NIBBLES : block_inputs == 16 ? Format::BYTES_OF_16 : Format::BYTES_OF_32;
+  }
+  Stored row(int64_t number, int64_t num_inputs) const {
+    const int64_t block = scales ? number * (num_inputs / block_inputs) : 0;
+    return {(const char*)numbers + number * num_inputs * (scales ? sizeof(int8_t) : sizeof(float)),
+            scales ? scales + block : nullptr, offsets ? offsets + block : nullptr, block_inputs};
+  }
+};
+
+struct LayerPointers {  // the same fields as LayerPointers in library.py: vectors of float32, null where there is none
+  Stored q, k, v, o, gate, up, down;  // those that share a matrix are stored alike
+  const float *attention_norm, *mlp_norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
 };
 
 struct Packing {
   Matrix matrix;
-  const std::vector<const float*>& rows;
+  const std::vector<Stored>& rows;
   int64_t num_inputs;
 };
 
@@ -73,14 +91,29 @@ void pack_bf16(const float* row, int64_t num_inputs, uint32_t* to) {
 }
 
 // As GGUF's Q8_0 is made: what was Q8_0 before comes out as it was.
-void pack_q8(const float* row, int64_t num_inputs, Q8Block* block, int64_t lane) {
-  for (int64_t start = 0; start < num_inputs; start += 2 * BLOCK_PAIRS, ++block) {
-    const int64_t stop = start + 2 * BLOCK_PAIRS < num_inputs ? start + 2 * BLOCK_PAIRS : num_inputs;
+void pack_rounded(const float* row, int64_t num_inputs, ByteBlock<16>* block, int64_t lane) {
+  for (int64_t start = 0; start < num_inputs; start += 32, ++block) {
+    const int64_t stop = start + 32 < num_inputs ? start + 32 : num_inputs;
     float largest = 0;
     for (int64_t i = start; i < stop; ++i) largest = std::fmax(largest, std::fabs(row[i]));
     const float scale = block->scales[lane] = largest / 127;
     for (int64_t i = start; i < stop && scale > 0; ++i)
-      block->weights[(i - start) / 2][lane][i % 2] = (int8_t)std::lrintf(row[i] / scale);
+      block->numbers[(i - start) / 2][lane][i % 2] = (int8_t)std::lrintf(row[i] / scale);
+  }
+}
+
+template <typename Block>
+void pack_numbers(const Stored& row, int64_t num_inputs, Block* block, int64_t lane) {
+  const int8_t* pair = (const int8_t*)row.numbers;
+  for (int64_t b = 0; b < num_inputs / (2 * Block::NUM_PAIRS); ++b, ++block) {
+    block->scales[lane] = row.scales[b];
+    if constexpr (std::is_same_v<Block, NibbleBlock>) block->offsets[lane] = row.offsets[b];
+    for (int64_t k = 0; k < Block::NUM_PAIRS; ++k, pair += 2) {
+      if constexpr (std::is_same_v<Block, NibbleBlock>)
+        block->numbers[k][lane] = (uint8_t)(pair[0] | pair[1] << 4);
+      else
+        std::memcpy(block->numbers[k][lane], pair, 2);
+    }
   }
 }
 
@@ -89,14 +122,37 @@ void pack_strips(void* context, Team& team) {
   const Matrix& matrix = packing.matrix;
   for (int64_t s = team.claim(); s < matrix.num_strips; s = team.claim()) {
     for (int64_t lane = 0; lane < STRIP && s * STRIP + lane < (int64_t)packing.rows.size(); ++lane) {
-      const float* row = packing.rows[s * STRIP + lane];
-      if (!row) continue;
-      if (matrix.blocks)
-        pack_q8(row, packing.num_inputs, matrix.blocks + s * matrix.num_blocks(), lane);
-      else
-        pack_bf16(row, packing.num_inputs, matrix.pairs + s * matrix.num_pairs * STRIP + lane);
+      const Stored& row = packing.rows[s * STRIP + lane];
+      if (!row.numbers) continue;
+      switch (matrix.format) {
+        case Format::BF16:
+          pack_bf16((const float*)row.numbers, packing.num_inputs, matrix.strip<uint32_t>(s) + lane);
+          break;
+        case Format::BYTES_OF_32:
+          if (row.scales)
+            pack_numbers(row, packing.num_inputs, matrix.strip<ByteBlock<16>>(s), lane);
+          else
+            pack_rounded((const float*)row.numbers, packing.num_inputs, matrix.strip<ByteBlock<16>>(s), lane);
+          break;
+        case Format::BYTES_OF_16:
+          pack_numbers(row, packing.num_inputs, matrix.strip<ByteBlock<8>>(s), lane);
+          break;
+        case Format::NIBBLES:
+          pack_numbers(row, packing.num_inputs, matrix.strip<NibbleBlock>(s), lane);
+          break;
+      }
     }
   }
+}
+
+int64_t strip_bytes_of(Format format, int64_t num_pairs) {
+  switch (format) {
+    case Format::BF16: return num_pairs * STRIP * sizeof(uint32_t);
+    case Format::BYTES_OF_32: return ceil_div(num_pairs, 16) * sizeof(ByteBlock<16>);
+    case Format::BYTES_OF_16: return ceil_div(num_pairs, 8) * sizeof(ByteBlock<8>);
+    case Format::NIBBLES: return ceil_div(num_pairs, 16) * sizeof(NibbleBlock);
+  }
+  return 0;
 }
 
 }  // namespace
@@ -116,17 +172,18 @@ class LoadedAdapter {
 
 class Engine {
  public:
-  Engine(const Path& path, const Sizes& sizes, int num_threads, bool has_8_bits)
-      : path_(path), team_(num_threads), has_8_bits_(has_8_bits), layers_(sizes.num_layers) {
+  Engine(const Path& path, const Sizes& sizes, int num_threads, bool rounds_to_bytes)
+      : path_(path), team_(num_threads), rounds_to_bytes_(rounds_to_bytes), layers_(sizes.num_layers) {
     model_.sizes = sizes;
     model_.layers = layers_.data();
   }
 
-  void load(const float* embedding, const float* output, const float* final_norm, const float* cosines,
+  // output: null when it is the embedding.
+  void load(const Stored& embedding, const Stored* output, const float* final_norm, const float* cosines,
             const float* sines) {
     const Sizes& sizes = model_.sizes;
-    model_.embedding = pack(rows_of({{embedding, sizes.vocab}}, sizes.hidden), sizes.hidden);
-    model_.head = output ? pack(rows_of({{output, sizes.vocab}}, sizes.hidden), sizes.hidden) : model_.embedding;
+    model_.embedding = pack_matrix({{embedding, sizes.vocab}}, sizes.hidden);
+    model_.head = output ? pack_matrix({{*output, sizes.vocab}}, sizes.hidden) : model_.embedding;
     model_.final_norm = copy(final_norm, sizes.hidden);
     model_.cosines = copy(cosines, (int64_t)sizes.max_context * (sizes.head_dim / 2));
     model_.sines = copy(sines, (int64_t)sizes.max_context * (sizes.head_dim / 2));
@@ -136,15 +193,15 @@ class Engine {
     const Sizes& sizes = model_.sizes;
     const int64_t q = sizes.heads * sizes.head_dim, kv = sizes.kv_heads * sizes.head_dim;
     Layer& layer = layers_[number];
-    layer.qkv = pack(rows_of({{from.q, q}, {from.k, kv}, {from.v, kv}}, sizes.hidden), sizes.hidden);
-    layer.o = pack(rows_of({{from.o, sizes.hidden}}, q), q);
-    std::vector<const float*> halves;
+    layer.qkv = pack_matrix({{from.q, q}, {from.k, kv}, {from.v, kv}}, sizes.hidden);
+    layer.o = pack_matrix({{from.o, sizes.hidden}}, q);
+    std::vector<Stored> halves;
     for (int64_t first = 0; first < sizes.intermediate; first += LANES)
-      for (const float* matrix : {from.gate, from.up})
+      for (const Stored& matrix : {from.gate, from.up})
         for (int64_t i = first; i < first + LANES; ++i)
-          halves.push_back(i < sizes.intermediate ? matrix + i * sizes.hidden : nullptr);
-    layer.gate_up = pack(halves, sizes.hidden);
-    layer.down = pack(rows_of({{from.down, sizes.hidden}}, sizes.intermediate), sizes.intermediate);
+          halves.push_back(i < sizes.intermediate ? matrix.row(i, sizes.hidden) : Stored{});
+    layer.gate_up = pack(halves, sizes.hidden, format_of(from.gate), kept_);
+    layer.down = pack_matrix({{from.down, sizes.hidden}}, sizes.intermediate);
     layer.attention_norm = copy(from.attention_norm, sizes.hidden);
     layer.mlp_norm = copy(from.mlp_norm, sizes.hidden);
     layer.q_norm = copy(from.q_norm, sizes.head_dim);
@@ -197,8 +254,8 @@ class Engine {
     constexpr LowRank AdapterLayer::*products[] = {&AdapterLayer::qkv, &AdapterLayer::o, &AdapterLayer::gate_up,
                                                    &AdapterLayer::down};
     LowRank& low_rank = to.layers_[layer].*products[product];
-    low_rank.down = pack(rows_of({{down, rank}}, num_inputs), num_inputs, to.kept_, false);
-    low_rank.up = pack(rows_of({{up, num_outputs}}, rank), rank, to.kept_, false);
+    low_rank.down = pack(rows_of({{{down, nullptr, nullptr, 0}, rank}}, num_inputs), num_inputs, Format::BF16, to.kept_);
+    low_rank.up = pack(rows_of({{{up, nullptr, nullptr, 0}, num_outputs}}, rank), rank, Format::BF16, to.kept_);
     const int64_t stride = round_up(rank, STRIP);
     if (stride > to.adapter_.lowered_stride) to.adapter_.lowered_stride = stride;
   }
@@ -225,20 +282,28 @@ class Engine {
   static constexpr int32_t ADAPTED_ROWS = 48;        // of one work item of an adapter's inner half
   static constexpr int64_t PIECES_FOR_A_THREAD = 4;  // fewer, and their tiles are shared among the threads
 
-  struct Rows {
-    const float* start;
-    int64_t count;
+  struct Part {
+    Stored matrix;
+    int64_t num_rows;
   };
 
   uint32_t* host_page(int64_t layer, int64_t block) const {
     return host_.as<uint32_t>() + (block * model_.sizes.num_layers + layer) * model_.page_pairs();
   }
 
-  static std::vector<const float*> rows_of(std::initializer_list<Rows> matrices, int64_t num_inputs) {
-    std::vector<const float*> rows;
-    for (const Rows& matrix : matrices)
-      for (int64_t i = 0; i < matrix.count; ++i) rows.push_back(matrix.start + i * num_inputs);
+  static std::vector<Stored> rows_of(std::initializer_list<Part> parts, int64_t num_inputs) {
+    std::vector<Stored> rows;
+    for (const Part& part : parts)
+      for (int64_t i = 0; i < part.num_rows; ++i) rows.push_back(part.matrix.row(i, num_inputs));
     return rows;
+  }
+
+  Format format_of(const Stored& matrix) const {
+    return rounds_to_bytes_ && !matrix.scales ? Format::BYTES_OF_32 : matrix.format();
+  }
+
+  Matrix pack_matrix(std::initializer_list<Part> parts, int64_t num_inputs) {
+    return pack(rows_of(parts, num_inputs), num_inputs, format_of(parts.begin()->matrix), kept_);
   }
 
   Memory& keep(size_t size_bytes) { return kept_.emplace_back(size_bytes); }
@@ -250,19 +315,12 @@ class Engine {
     return to;
   }
 
-  // rows: the outputs' weights in the order of the strips' lanes, null for none.
-  Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs) {
-    return pack(rows, num_inputs, kept_, has_8_bits_);
-  }
-
-  Matrix pack(const std::vector<const float*>& rows, int64_t num_inputs, std::vector<Memory>& kept, bool has_8_bits) {
-    Matrix matrix{nullptr, nullptr, (int32_t)ceil_div(rows.size(), STRIP), (int32_t)ceil_div(num_inputs, 2)};
-    const size_t num_tiles = (size_t)matrix.num_strips * (has_8_bits ? matrix.num_blocks() : matrix.num_pairs);
-    const Memory& memory = kept.emplace_back(num_tiles * (has_8_bits ? sizeof(Q8Block) : STRIP * sizeof(uint32_t)));
-    if (has_8_bits)
-      matrix.blocks = memory.as<Q8Block>();
-    else
-      matrix.pairs = memory.as<uint32_t>();
+  // rows: the outputs' weights in the order of the strips' lanes, without numbers for none.
+  Matrix pack(const std::vector<Stored>& rows, int64_t num_inputs, Format format, std::vector<Memory>& kept) {
+    const int64_t num_strips = ceil_div(rows.size(), STRIP), num_pairs = ceil_div(num_inputs, 2);
+    const int64_t strip_bytes = strip_bytes_of(format, num_pairs);
+    char* strips = kept.emplace_back(num_strips * strip_bytes).as<char>();
+    Matrix matrix{format, strips, strip_bytes, (int32_t)num_strips, (int32_t)num_pairs};
     Packing packing{matrix, rows, num_inputs};
     team_.run(pack_strips, &packing);
     return matrix;
@@ -411,7 +469,7 @@ class Engine {
 
   const Path& path_;
   Team team_;
-  const bool has_8_bits_;
+  const bool rounds_to_bytes_;
   Model model_{};
   std::vector<Layer> layers_;
   std::vector<Memory> kept_;
@@ -464,22 +522,23 @@ const char* anaphora_paths() {
 }
 
 // An engine for one of those paths, its weights still to be loaded.
-Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads, int has_8_bits) {
+Engine* anaphora_create(const char* path, const anaphora::Sizes* sizes, int num_threads,
+                        int rounds_to_bytes) {
   const anaphora::Path* chosen = &anaphora::portable_path;
 #if defined(__x86_64__)
   for (const anaphora::Path* other : {&anaphora::avx2_path, &anaphora::avx512_path, &anaphora::avx512_bf16_path})
     if (!std::strcmp(path, other->name)) chosen = other;
 #endif
   Engine* engine = nullptr;
-  guarded([&] { engine = new Engine(*chosen, *sizes, num_threads, has_8_bits); });
+  guarded([&] { engine = new Engine(*chosen, *sizes, num_threads, rounds_to_bytes); });
   return engine;
 }
 
 void anaphora_destroy(Engine* engine) { delete engine; }
 
-int anaphora_load(Engine* engine, const float* embedding, const float* output, const float* final_norm,
-                  const float* cosines, const float* sines) {
-  return guarded([&] { engine->load(embedding, output, final_norm, cosines, sines); });
+int anaphora_load(Engine* engine, const anaphora::Stored* embedding, const anaphora::Stored* output,
+                  const float* final_norm, const float* cosines, const float* sines) {
+  return guarded([&] { engine->load(*embedding, output, final_norm, cosines, sines); });
 }
 
 int anaphora_load_layer(Engine* engine, int number, const anaphora::LayerPointers* pointers) {

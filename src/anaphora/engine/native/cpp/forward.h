@@ -11,9 +11,8 @@
 namespace anaphora::ANAPHORA_PATH {
 namespace {
 
-constexpr int64_t ROW_CHUNK = 96;  // rows of one work item of a product: its operands stay in the second-level cache
-constexpr int64_t FEW_ROWS = 4;    // rows of one work item of everything else
-constexpr int64_t NO_NEXT = 0;     // strip to fetch ahead
+constexpr int64_t FEW_ROWS = 4;  // rows of one work item of everything but products
+constexpr int64_t NO_NEXT = 0;   // strip to fetch ahead
 
 template <typename Body>
 void share(Team& team, int64_t count, Body body) {
@@ -71,7 +70,7 @@ INLINE void add_adapted(const Step& step, int64_t layer, LowRank AdapterLayer::*
   if (!up.num_strips) return;
   alignas(64) float out[STRIP];
   const Operand* x = (const Operand*)step.lowered + row * step.lowered_stride;
-  strip_product<1>(Bf16Strip{up.strip(strip), 0}, up.num_pairs, x, step.lowered_stride, out);
+  product<1>(Bf16Strip{up.strip<uint32_t>(strip)}, Ahead{}, up.num_pairs, x, step.lowered_stride, out);
   left = left + load(out);
   right = right + load(out + LANES);
 }
@@ -104,16 +103,9 @@ INLINE F32 silu(F32 x) { return x / (splat(1) + exp2(x * splat(-1.44269504f))); 
 
 // A token's row of the embedding, out of the strip that it is a lane of.
 void embed(const Model& model, int32_t token, float* to, int64_t stride) {
-  const Matrix& table = model.embedding;
-  const int64_t strip = token / STRIP, lane = token % STRIP;
-  for (int64_t i = 0; i < model.sizes.hidden; ++i) {
-    if (table.blocks) {
-      const Q8Block& block = table.q8_strip(strip)[i / (2 * BLOCK_PAIRS)];
-      to[i] = (float)block.weights[i / 2 % BLOCK_PAIRS][lane][i % 2] * block.scales[lane];
-    } else {
-      to[i] = from_bf16(table.strip(strip)[i / 2 * STRIP + lane] >> i % 2 * 16 & 0xffff);
-    }
-  }
+  with_strip(model.embedding, token / STRIP, [&](auto strip) {
+    for (int64_t i = 0; i < model.sizes.hidden; ++i) to[i] = strip.weight(i, token % STRIP);
+  });
   for (int64_t i = model.sizes.hidden; i < stride; ++i) to[i] = 0;
 }
 

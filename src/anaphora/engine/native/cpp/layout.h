@@ -9,12 +9,17 @@
 //                K pair 1:    [     "      |    "    | ... |    "     ]
 //                ...          num_pairs of them; absent outputs and an odd last input are zeros
 //
-//     Or, with half the memory, as 8-bit numbers (GGUF's Q8_0): a strip of Q8Blocks, each 32 inputs of the 32 outputs,
-//     one float scale for the 32 inputs of an output, then pairs of bytes in the same order:
+//     Or, as the model's file may have them, as numbers of 8 or 4 bits: a strip of blocks, each some inputs of the 32
+//     outputs, with a scale for the inputs of an output and, where numbers have 4 bits, an offset:
 //
-//     block b:   [ scale of output 32s | ... | 32s + 31 ]                   128 bytes
-//                K pair 16b:  [ output 32s | 32s + 1 | ... | 32s + 31 ]     64 bytes
-//                ...          16 of them
+//     ByteBlock:   [ scale of output 32s | ... | 32s + 31 ]                  128 bytes
+//                  K pair:  [ output 32s | 32s + 1 | ... | 32s + 31 ]        64 bytes: pairs of bytes
+//                  ...      16 of them, or 8
+//
+//     NibbleBlock: [ scale of output 32s | ... | 32s + 31 ]                  128 bytes
+//                  [ offset      "       | ... |    "     ]                  128 bytes
+//                  K pair:  [ output 32s | 32s + 1 | ... | 32s + 31 ]        32 bytes: the earlier number in the low half
+//                  ...      16 of them
 //
 //     Gate and up share a strip, 16 outputs each, so that silu(gate) * up is made while both are in registers.
 //
@@ -37,7 +42,6 @@ namespace anaphora {
 
 constexpr int LANES = 16;           // pairs or floats side by side in a vector of any path
 constexpr int STRIP = 2 * LANES;    // outputs of a weight strip
-constexpr int BLOCK_PAIRS = 16;     // K pairs that share a scale, where weights have 8 bits
 constexpr int CELL_TOKENS = LANES;  // tokens of a cell
 constexpr int KEY_TILE = 256;       // tokens whose softmax is one partial result: counted from a sequence's start
 constexpr int TILE_CELLS = KEY_TILE / CELL_TOKENS;
@@ -51,18 +55,30 @@ struct Sizes {  // the same fields as _Sizes in library.py
   float norm_epsilon;
 };
 
-struct Q8Block {
+enum class Format : int32_t { BF16, BYTES_OF_32, BYTES_OF_16, NIBBLES };  // of 32, of 16 inputs that share a scale
+
+template <int PAIRS>
+struct ByteBlock {  // a weight is number * scale
+  static constexpr int NUM_PAIRS = PAIRS;
   float scales[STRIP];
-  int8_t weights[BLOCK_PAIRS][STRIP][2];
+  int8_t numbers[PAIRS][STRIP][2];
+};
+
+struct NibbleBlock {  // a weight is number * scale + offset; numbers are 0 .. 15
+  static constexpr int NUM_PAIRS = 16;
+  float scales[STRIP], offsets[STRIP];
+  uint8_t numbers[NUM_PAIRS][STRIP];
 };
 
 struct Matrix {
-  uint32_t* pairs;                // bf16, or
-  Q8Block* blocks;                // 8 bits; the other one is null
+  Format format;
+  char* strips;
+  int64_t strip_bytes;
   int32_t num_strips, num_pairs;  // outputs / 32, inputs / 2, both rounded up
-  int64_t num_blocks() const { return ceil_div(num_pairs, BLOCK_PAIRS); }
-  const uint32_t* strip(int64_t s) const { return pairs + s * num_pairs * STRIP; }
-  const Q8Block* q8_strip(int64_t s) const { return blocks + s * num_blocks(); }
+  template <typename T>  // uint32_t, or the format's block
+  T* strip(int64_t s) const {
+    return (T*)(strips + s * strip_bytes);
+  }
 };
 
 struct Layer {
@@ -95,7 +111,7 @@ struct Pages {
 struct Model {
   Sizes sizes;
   Layer* layers;
-  Matrix embedding, head;  // the same pairs when tied
+  Matrix embedding, head;  // the same strips when tied
   float* final_norm;
   float *cosines, *sines;  // [max_context, head_dim / 2]
   Pages pages;

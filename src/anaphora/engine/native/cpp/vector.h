@@ -4,6 +4,7 @@
 // Contraction into fused operations is off (-ffp-contract=off), so an operation is what is written here, in the
 // vectorised body of a loop and in its remainder alike.
 #include <cstring>
+#include <type_traits>
 
 #include "layout.h"
 
@@ -72,7 +73,9 @@ INLINE float largest(F32 v) {
   return lane[0];
 }
 
-static INLINE Floats multiply_add(Floats a, Floats b, Floats c);  // a * b + c, a path's own
+// A path's own: a * b + c; WIDTH bytes, each 0 to 255, as integers (compilers convert such vectors byte by byte).
+static INLINE Floats multiply_add(Floats a, Floats b, Floats c);
+static INLINE Ints widen(const uint8_t* from);
 
 // 2 to the power of x: 0 below -126, 2^126 above 126 (2^n is made as an exponent's bits). Relative error 2e-7.
 INLINE F32 exp2(F32 x) {
