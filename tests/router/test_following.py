@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -109,6 +110,19 @@ def test_events_are_followed_from_the_first_one_on() -> None:
         w.publisher.publish(FORMAT.encode([AllBlocksCleared()], 0.0))
         eventually(lambda: w.has(1, 2, 3) == 0)
         assert w.kind() == "precise"
+
+
+def test_labels_that_change_cost_no_knowledge() -> None:
+    with world() as w:
+        w.publisher.publish(stored(1, 2))
+        eventually(lambda: w.has(1, 2) == 2)
+        spec = w.fleet.replicas["a"].spec
+        w.fleet.add(replace(spec, labels=(("tier", "gold"),)))
+        w.follower._reconcile(w.subscriber)
+        assert (w.has(1, 2), w.kind()) == (2, "precise")
+        w.fleet.add(replace(spec, topic="other"))
+        w.follower._reconcile(w.subscriber)
+        assert w.kind() != "precise", "events of another kind say nothing of these"
 
 
 def test_a_router_that_starts_later_knows_the_same() -> None:

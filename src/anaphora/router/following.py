@@ -91,7 +91,7 @@ class Follower:
 
     def _reconcile(self, subscriber: EventSubscriber) -> None:
         wanted = {name: replica.spec for name, replica in self._fleet.replicas.items() if replica.spec.kv_events}
-        for name in [name for name, spec in self._followed.items() if wanted.get(name) != spec]:
+        for name in [name for name, spec in self._followed.items() if _published(wanted.get(name)) != _published(spec)]:
             subscriber.remove(name)
             del self._followed[name]
             if name in self._fleet.replicas:
@@ -111,3 +111,8 @@ class Follower:
         if replica.name in self._followed:
             self._fresh.add(replica.name)
             subscriber.resync(replica.name)
+
+
+def _published(spec: ReplicaSpec | None) -> tuple[str | None, str | None, str] | None:
+    """Where a replica's events are; its labels may change without a new subscription."""
+    return None if spec is None else (spec.kv_events, spec.kv_replay, spec.topic)

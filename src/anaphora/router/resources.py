@@ -86,6 +86,7 @@ class PoolSpec(_Camel, frozen=True):
 
     selector: LabelSelector
     target_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=8)]
+    app_protocol: str = "http"
 
 
 class InferencePool(_Camel, frozen=True):

@@ -5,6 +5,7 @@ Paths, parameters and the meaning of 410 are those of https://kubernetes.io/docs
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+log = logging.getLogger(__name__)
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
@@ -143,6 +146,7 @@ class ApiServer:
     def __init__(self, access: ApiAccess) -> None:
         self._access = access
         self._client: httpx.AsyncClient | None = None
+        self._is_lost = False
 
     @property
     def namespace(self) -> str:
@@ -158,7 +162,7 @@ class ApiServer:
             try:
                 response = await self._open().get(path, params=query, headers=self._headers())
             except httpx.HTTPError as error:
-                raise self._broken(error) from None
+                raise _broken(error) from None
             if response.status_code != 200:
                 raise _failure(response, response.content)
             try:
@@ -198,7 +202,19 @@ class ApiServer:
                     if events:
                         yield events
         except httpx.HTTPError as error:
-            raise self._broken(error) from None
+            raise _broken(error) from None
+
+    def answered(self) -> None:
+        """Whoever asks has an answer. Says so if it could not be had before."""
+        if self._is_lost:
+            self._is_lost = False
+            log.warning("%s: the Kubernetes API answers again", self._access.url)
+
+    def lost(self, error: KubernetesError) -> None:
+        """Whoever asks has no answer. Says so once."""
+        if not self._is_lost:
+            self._is_lost = True
+            log.warning("%s: %s; what is known stays in force", self._access.url, error)
 
     async def close(self) -> None:
         """End every connection; the next request opens them anew, with the authorities as they are then."""
@@ -230,8 +246,9 @@ class ApiServer:
                 raise KubernetesError(f"{self._access.token_file}: {error}") from None
         return headers
 
-    def _broken(self, error: httpx.HTTPError) -> KubernetesError:
-        return KubernetesError(f"{self._access.url}: {error or type(error).__name__}")
+
+def _broken(error: httpx.HTTPError) -> KubernetesError:
+    return KubernetesError(str(error) or type(error).__name__)
 
 
 def _failure(response: httpx.Response, body: bytes) -> KubernetesError:

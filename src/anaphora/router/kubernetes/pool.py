@@ -93,6 +93,8 @@ class PodSource:
                 await changed.wait()
                 changed.clear()
                 pool = pools.objects.get(which.name)
+                if pool is not None and pool.spec.app_protocol != "http":
+                    log.warning("InferencePool %s: appProtocol %s: not spoken here", which, pool.spec.app_protocol)
                 now = None if pool is None else Selection.of(pool)
                 if now == selection and (now is not None or pods is not None):
                     continue

@@ -117,9 +117,8 @@ class Reflector(Generic[_R]):
         self._on_change()
 
     def _answered(self) -> None:
-        if self._problem is not None:
-            self._problem = None
-            log.warning("%s: the API answers again", self._path)
+        self._problem = None
+        self._api.answered()
 
     async def _watch(self) -> None:
         assert self._version is not None
@@ -158,14 +157,12 @@ class Reflector(Generic[_R]):
     def _complain(self, error: KubernetesError) -> None:
         if error.status == _NOT_FOUND:
             log.info("%s; no such kind is defined, so there are none", error)
-            return
-        if error.status == _FORBIDDEN:
-            text = f"{error}; the service account needs the verbs list and watch"
-        else:
-            text = f"{error}; what is known stays in force"
-        if text != self._problem:
-            self._problem = text
-            log.warning("%s", text)
+        elif error.status == 0 or error.status >= 500:
+            self._api.lost(error)
+        elif str(error) != self._problem:
+            self._problem = str(error)
+            is_forbidden = error.status == _FORBIDDEN
+            log.warning("%s%s", error, "; the account needs the verbs list and watch" if is_forbidden else "")
 
     async def _pause(self, at_least_s: float) -> None:
         wait_s, self._wait_s = self._wait_s, min(self._wait_s * 2, _MAX_WAIT_S)
