@@ -299,8 +299,9 @@ class AdaptiveOrder(LruOrder):
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
-    def let_go(self, node: Node) -> None:
+    def put_in(self, node: Node) -> None:
         """Enter a leaf."""
+        super().put_in(node)
         if not node.kids:
             self._enter(node)
 

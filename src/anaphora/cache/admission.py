@@ -44,14 +44,13 @@ class Admission:
         self._stats = stats
         self._block_size = block_size
         self._match_unit = match_unit
+        self._hits_parts = match_unit < block_size
         self._num_groups = num_groups
 
     def find(self, sequence: Sequence) -> Hit:
-        """Return what the index has of a sequence; `sequence.host_blocks` is then what host memory has after that."""
+        """Look up what the index has of a sequence, and keep it as `sequence.hit` for as long as the index does not
+        change; `sequence.host_blocks` is then what host memory has after that."""
         index = self._index
-        if sequence.hit_version == index.version:
-            hit: Hit = sequence.hit
-            return hit
         # At least one token is left to compute, or there would be no logits to go on from.
         max_blocks = (sequence.num_tokens - 1) // self._block_size if sequence.read_cache else 0
         hit = index.find(sequence, max_blocks)
@@ -68,11 +67,11 @@ class Admission:
 
     def num_found_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens an admission would find now. Changes nothing."""
-        hit = self.find(sequence)
+        hit: Hit = sequence.hit if sequence.hit_version == self._index.version else self.find(sequence)
         num_tokens = hit.num_blocks * self._block_size
         if self._host is not None and sequence.host_blocks:
             num_tokens += len(sequence.host_blocks) * self._block_size
-        elif self._match_unit < self._block_size:
+        elif self._hits_parts:
             num_tokens += find_part(self._index, sequence, hit, self._block_size, self._match_unit)[1]
         return num_tokens
 
@@ -84,11 +83,11 @@ class Admission:
         index = self._index
         if self._retained.active:
             self._retained.expire()
-        hit = self.find(sequence)
+        hit: Hit = sequence.hit if sequence.hit_version == index.version else self.find(sequence)
         block_size = self._block_size
         host_blocks = NO_BLOCKS if self._host is None else sequence.host_blocks
         part_of = num_part_tokens = 0
-        if self._match_unit < block_size and not host_blocks:
+        if self._hits_parts and not host_blocks:
             part_of, num_part_tokens = find_part(index, sequence, hit, block_size, self._match_unit)
         num_hit_blocks = hit.num_blocks
         missing = -(-(num_part_tokens + num_tokens) // block_size) * self._num_groups + len(host_blocks)

@@ -183,8 +183,9 @@ class ScoredOrder(LruOrder):
         self._heap: list[tuple[Score, int, Node]] = []
         self._serial = 0
 
-    def let_go(self, node: Node) -> None:
+    def put_in(self, node: Node) -> None:
         """Take note of the time, and enter a leaf."""
+        super().put_in(node)
         self._serial += 1
         _note(node).let_go = self._serial
         if not node.kids:

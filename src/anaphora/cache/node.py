@@ -73,8 +73,8 @@ class Root(Node):
 class LruOrder:
     """The nodes that nobody holds, in the order in which they were let go, and how many blocks they have.
 
-    The tree itself keeps `idle` and `num_blocks` up. An order that goes by more than recency sets `keeps_notes`, and is
-    told of everything below.
+    When nodes are split or evicted the tree itself keeps `idle` and `num_blocks` up. An order that goes by more than
+    recency sets `keeps_notes`, and is told of everything below.
     """
 
     keeps_notes = False
@@ -89,8 +89,15 @@ class LruOrder:
         """The leaf to go next. There is one."""
         return next(iter(self.idle))
 
-    def let_go(self, node: Node) -> None:
+    def put_in(self, node: Node) -> None:
         """A node was let go, after its children were."""
+        self.idle[node] = None
+        self.num_blocks += len(node.blocks)
+
+    def take_out(self, node: Node) -> None:
+        """A node is held again, or gone."""
+        del self.idle[node]
+        self.num_blocks -= len(node.blocks)
 
     def became_leaf(self, node: Node) -> None:
         """The last child of a node is gone."""

@@ -66,7 +66,9 @@ class RadixIndex:
         self._block_size = block_size
         self._digests = digests
         self._events = events
-        self._tree = RadixTree(block_size, policy, residency, self._on_leave if events is not None else None)
+        self._tree = RadixTree(block_size, policy, residency)
+        if events is not None:
+            self._tree.on_leave = self._on_leave
         self._blank = array("i", range(1, num_blocks + 1))
         """Blocks without content, last in first out, so that a small working set stays small."""
         self._duplicates = Duplicates(self._replace_blocks)
@@ -225,7 +227,9 @@ class RadixIndex:
             self.version += 1
             self.num_evicted_blocks += missing
             self._tree.evict(missing, blank)
-        cut = len(blank) - num_blocks
+            self._blank = array("i")
+            return blank
+        cut = -missing
         blocks = blank[cut:]
         del blank[cut:]
         return blocks
@@ -233,10 +237,15 @@ class RadixIndex:
     def spill_to(self, host: HostTier) -> None:
         """Evicted blocks go there."""
         self._host = host
-        self._tree.on_evict = self._save
+        self._tree.on_leave = self._on_leave
 
-    def _save(self, node: Node, first: int) -> None:
-        assert self._host is not None
+    def _on_leave(self, node: Node, first: int, is_evicted: bool) -> None:
+        if self._events is not None:
+            self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
+        if self._host is not None and is_evicted:
+            self._save(self._host, node, first)
+
+    def _save(self, host: HostTier, node: Node, first: int) -> None:
         names: list[bytes] = []
         parent = None
         if self._events is not None:
@@ -244,11 +253,7 @@ class RadixIndex:
             above = node.parent.digests if node.parent else None
             names = digests[first:]
             parent = digests[first - 1] if first else above[-1] if above else None
-        self._host.save(self._tree.prefix_of(node, len(node.blocks)), node.blocks[first:], names, parent)
-
-    def _on_leave(self, node: Node, first: int) -> None:
-        assert self._events is not None
-        self._events.append(BlockRemoved(tuple((node.digests or ())[first:])))
+        host.save(self._tree.prefix_of(node, len(node.blocks)), node.blocks[first:], names, parent)
 
     # -- learning --------------------------------------------------------------------------------------------------
 

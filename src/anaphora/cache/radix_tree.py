@@ -56,19 +56,17 @@ class RadixTree:
         block_size: int,
         policy: EvictionPolicy,
         residency: Residency | None = None,
-        on_leave: Callable[[Node, int], None] | None = None,
     ) -> None:
         self.width = block_size * TOKEN_BYTES
-        self._on_leave = on_leave
-        """Told of the blocks of a node, from a position on, that are about to leave the tree unpinned."""
+        self.on_leave: Callable[[Node, int, bool], None] | None = None
+        """Told of the blocks of a node, from a position on, that are about to leave the tree unpinned, and whether
+        that is because their room is needed: otherwise they are to be forgotten."""
         self.ghosts: deque[Ghost] = deque(maxlen=NUM_GHOSTS)
         """Evicted nodes, the latest last. What was trimmed off a node's end, the node itself remembers."""
         self.lanes: dict[Namespace, Root] = {}
         self.order = make_order(policy)
         """Unpinned nodes of the lanes without a quota."""
         self.residency = residency
-        self.on_evict: Callable[[Node, int], None] | None = None
-        """Told of the blocks of a node, from a position on, that are about to be evicted."""
         self._policy = policy
         self.quotas: dict[Namespace, LruOrder] = {}
         """The orders of the lanes that have one of their own."""
@@ -84,7 +82,7 @@ class RadixTree:
         node: Node | None = self.lanes.get(namespace)
         if node is None:
             return NO_HIT
-        if isinstance(tokens, bytearray):
+        if type(tokens) is not bytes:
             tokens = bytes(tokens)
         width = self.width
         position = pinned_end = 0
@@ -142,8 +140,8 @@ class RadixTree:
         old = root.order
         moving = {node for node in self.nodes(root) if not node.ref}
         for node in [node for node in old.idle if node in moving]:
-            self._take_out(node)
-            self._put_into(order, node)
+            old.take_out(node)
+            order.put_in(node)
         for node in [root, *self.nodes(root)]:
             node.order = order
 
@@ -157,20 +155,22 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Hold a node, and with it the path to it."""
-        node.ref += 1
-        while node.ref == 1:
+        order = node.order
+        ref = node.ref = node.ref + 1
+        while ref == 1:
             parent = node.parent
             if parent is None:
                 return
-            if node in node.order.idle:  # a node that was made just now is not
-                self._take_out(node)
+            if node in order.idle:  # a node that was made just now is not
+                order.take_out(node)
                 if self.residency is not None:
                     self.residency.held(node, len(node.blocks))
             node = parent
-            node.ref += 1
+            ref = node.ref = node.ref + 1
 
     def unlock(self, node: Node) -> None:
         """Let go one hold; what nobody holds any more becomes evictable, deepest first."""
+        order = node.order
         ref = node.ref = node.ref - 1
         while not ref:
             parent = node.parent
@@ -178,24 +178,11 @@ class RadixTree:
                 assert isinstance(node, Root)
                 self._drop_if_unused(node)
                 return
-            self._put_into(node.order, node)
+            order.put_in(node)
             if self.residency is not None:
                 self.residency.let_go(node)
             node = parent
             ref = node.ref = node.ref - 1
-
-    @staticmethod
-    def _put_into(order: LruOrder, node: Node) -> None:
-        order.idle[node] = None
-        order.num_blocks += len(node.blocks)
-        if order.keeps_notes:
-            order.let_go(node)
-
-    @staticmethod
-    def _take_out(node: Node) -> None:
-        order = node.order
-        del order.idle[node]
-        order.num_blocks -= len(node.blocks)
 
     # -- shape -----------------------------------------------------------------------------------------------------
 
@@ -252,19 +239,18 @@ class RadixTree:
     def evict_from(self, order: LruOrder, num_blocks: int, blank: array[int]) -> None:
         """The same, from one order."""
         order.num_blocks -= num_blocks
+        keeps_notes, on_leave, residency = order.keeps_notes, self.on_leave, self.residency
         while num_blocks:
-            node = order.first() if order.keeps_notes else next(iter(order.idle))
+            node = order.first() if keeps_notes else next(iter(order.idle))
             blocks = node.blocks
             size = len(blocks)
             num_left = size - num_blocks if size > num_blocks else 0
-            if order.keeps_notes:
+            if keeps_notes:
                 order.evicted(node, num_left)
-            if self._on_leave is not None:
-                self._on_leave(node, num_left)
-            if self.on_evict is not None:
-                self.on_evict(node, num_left)
-            if self.residency is not None:
-                self.residency.evicted(node, size - num_left, is_whole=not num_left)
+            if on_leave is not None:
+                on_leave(node, num_left, True)
+            if residency is not None:
+                residency.evicted(node, size - num_left, is_whole=not num_left)
             if num_left:
                 blank.extend(blocks[num_left:])
                 self._trim(node, num_left)
@@ -320,8 +306,8 @@ class RadixTree:
                 # Nobody would lock the upper part, so the node itself stays and loses its tail.
                 for kid in list(node.kids.values()):
                     self.cut_off(kid, 0, blank)
-                if self._on_leave is not None:
-                    self._on_leave(node, num_blocks)
+                if self.on_leave is not None:
+                    self.on_leave(node, num_blocks, False)
                 blank.extend(node.blocks[num_blocks:])
                 node.order.num_blocks -= len(node.blocks) - num_blocks
                 self._trim(node, num_blocks)
@@ -339,10 +325,10 @@ class RadixTree:
             if lower.ref:
                 pinned[lower] = None
             else:
-                if self._on_leave is not None:
-                    self._on_leave(lower, 0)
+                if self.on_leave is not None:
+                    self.on_leave(lower, 0, False)
                 blank.extend(lower.blocks)
-                self._take_out(lower)
+                lower.order.take_out(lower)
         self._cut(node)
         return pinned
 

@@ -116,15 +116,21 @@ class Sequence(Prefix):
 
     def extend_tables(self, blocks: array[int]) -> None:
         """Append newly taken blocks to the tables, the same number to each."""
+        num_tables = len(self.block_tables)
+        if num_tables == 1:
+            self._extend_table(0, blocks)
+            return
+        share = len(blocks) // num_tables
+        for group in range(num_tables):
+            self._extend_table(group, blocks[group * share : (group + 1) * share])
+
+    def _extend_table(self, group: int, blocks: array[int]) -> None:
         tables = self.block_tables
-        share = len(blocks) // len(tables)
-        for group, table in enumerate(tables):
-            part = blocks if share == len(blocks) else blocks[group * share : (group + 1) * share]
-            try:
-                table.extend(part)
-            except BufferError:  # someone still looks at the old buffer; leave it to them
-                tables[group] = table + part
-        self.block_table = tables[0]
+        try:
+            tables[group].extend(blocks)
+        except BufferError:  # someone still looks at the old buffer; leave it to them
+            tables[group] = tables[group] + blocks
+            self.block_table = tables[0]
 
     def holds_any(self, blocks: set[int]) -> bool:
         """Whether one of these blocks is in a table."""
