@@ -6,8 +6,8 @@ from array import array
 
 from anaphora.cache.events import AllBlocksCleared, BlockStored
 from anaphora.fleet.index import FleetIndex, prefix_namespace
-from anaphora.fleet.knowledge import FleetKnowledge
-from anaphora.identity import DEFAULT_NAMESPACE
+from anaphora.fleet.knowledge import FleetKnowledge, _RecallingDigests
+from anaphora.identity import DEFAULT_NAMESPACE, BlockDigests
 
 SPACE = prefix_namespace("")
 
@@ -139,3 +139,18 @@ def test_events_in_part_are_completed_by_our_own_decisions_until_the_cache_is_em
     knowledge.follow("a", [AllBlocksCleared()])
     assert knowledge.kind("a") == "precise"
     assert has(knowledge, "a", 5, 6) == 0
+
+
+def test_names_that_are_recalled_are_those_that_would_be_computed() -> None:
+    plain, recalling = BlockDigests(), _RecallingDigests()
+    prompt, other = ids(1, 2, 3, 4), ids(1, 2, 9, 4)
+    root = plain.root(SPACE)
+    names = plain.chain(root, prompt, 4)
+    recalling.recall(SPACE, prompt, tuple(names))
+    for tokens in (prompt, other):
+        for first in range(4):
+            parent = plain.chain(root, tokens, 4)[first - 1] if first else root
+            for last in range(first, 5):
+                part = tokens[first * 16 : last * 16]
+                assert recalling.chain(parent, part, 4) == plain.chain(parent, part, 4)
+    assert recalling.chain(names[3], prompt, 4) == plain.chain(names[3], prompt, 4)

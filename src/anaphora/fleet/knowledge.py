@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from anaphora.cache import KVCacheManager
 from anaphora.cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from anaphora.identity import BlockDigests
+from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from anaphora.cache.events import Event
-    from anaphora.cache.sequence import Sequence
+    from anaphora.cache.sequence import Sequence as CachedSequence
     from anaphora.fleet.index import FleetIndex, Match
     from anaphora.fleet.view import Knowledge
-    from anaphora.identity import Namespace
+    from anaphora.identity import Extras, Namespace
+    from anaphora.tokens import TokenIds
 
 APPROXIMATE = "APPROXIMATE"
 """The medium of what our own decisions say of a replica whose events are known in part."""
@@ -37,7 +39,33 @@ class Visit:
     namespace: Namespace
     expires: float
     names: tuple[bytes, ...] = ()
-    sequence: Sequence | None = None
+    sequence: CachedSequence | None = None
+
+
+class _RecallingDigests(BlockDigests):
+    """Digests that need not be computed for a prompt whose names are known: the mirror names it as it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[bytes] = []
+        self._tokens = b""
+
+    def recall(self, namespace: Namespace, tokens: bytes, names: tuple[bytes, ...]) -> None:
+        """These are the names of this prompt's blocks, until others are told."""
+        self._before = [self.root(namespace), *names]
+        self._tokens = tokens
+
+    def chain(
+        self, parent: bytes, tokens: TokenIds, block_size: int, extras: Sequence[Extras | None] | None = None
+    ) -> list[bytes]:
+        """See BlockDigests."""
+        if extras is None and isinstance(tokens, bytes) and parent in self._before:
+            width = block_size * TOKEN_BYTES
+            first = self._before.index(parent)
+            count = len(tokens) // width
+            if self._tokens.startswith(tokens, first * width) and first + count < len(self._before):
+                return self._before[first + 1 : first + 1 + count]
+        return super().chain(parent, tokens, block_size, extras)
 
 
 class _Mirror:
@@ -90,7 +118,7 @@ class FleetKnowledge:
         self.index = index
         self._clock = clock
         self._speculative_ttl_s = speculative_ttl_s
-        self._digests = BlockDigests()
+        self._digests = _RecallingDigests()
         self._mirrors: dict[str, _Mirror] = {}
         self._following: dict[str, bool] = {}
         self._updated: dict[str, float] = {}
@@ -187,6 +215,7 @@ class FleetKnowledge:
         mirror = self._mirrors.get(replica)
         if mirror is None:
             return  # its events say so soon; until the request ends it is expected
+        self._digests.recall(visit.namespace, visit.tokens, visit.names)
         self._unspeculate(visit)
         if visit.tokens:
             self._updated[replica] = self._clock()

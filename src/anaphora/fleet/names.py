@@ -94,16 +94,18 @@ class BlockNames:
             names = [name for name in names if not self._drop_copy(name)]
         asked = tuple(names)
         spans: list[Span] = []
-        at = 0
-        while at < len(asked):
-            run = self._ends.get(asked[at])
-            taken = 0 if run is None else self._take_from(run, asked, at, spans)
-            if not taken:
-                break
-            at += taken
-        if at == len(asked):
-            return spans, []
-        return spans, self._take_each(asked[at:], spans)
+        for _ in range(2):  # what is not from a run's end as it is written is so backwards, perhaps
+            at = 0
+            while at < len(asked):
+                run = self._ends.get(asked[at])
+                taken = 0 if run is None else self._take_from(run, asked, at, spans)
+                if not taken:
+                    break
+                at += taken
+            else:
+                return spans, []
+            asked = asked[at:][::-1]
+        return spans, self._take_each(asked, spans)
 
     def lose(self, is_place: Callable[[int], bool]) -> None:
         """Forget names, with all of their copies, of blocks that lie nowhere any more. Tails have gone first."""
