@@ -184,6 +184,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="who is admitted next: first come; longest cached prefix; depth first; fair, which bounds waiting "
         "(default: fcfs)",
     )
+    engine.add_argument(
+        "--max-group-overtakes",
+        type=_natural,
+        metavar="N",
+        help="how often a request is passed over for one that shares a prefix with running ones (default: 16)",
+    )
     engine.add_argument("--index", choices=["radix", "hash"], help="how prefixes are found (default: radix)")
 
 
@@ -358,6 +364,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         "index": args.index,
         "executor": args.executor,
         "queue_order": args.queue_order,
+        "max_group_overtakes": args.max_group_overtakes,
     }
     options: EngineOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options
@@ -405,6 +412,12 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}")
     return seconds
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from anaphora.cache import KVCacheManager
+from anaphora.engine.joiners import DEFAULT_MAX_OVERTAKES
 from anaphora.engine.loop import Engine
 from anaphora.model.lora import read_lora
 
@@ -46,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     max_context: int | None
     queue_order: QueueOrderChoice
+    max_group_overtakes: int
     seed: int | None
     events: bool
     digests: BlockDigests | None
@@ -64,6 +66,7 @@ def build_engine(
     max_num_batched_tokens: int = 512,
     max_context: int | None = None,
     queue_order: QueueOrderChoice = "fcfs",
+    max_group_overtakes: int = DEFAULT_MAX_OVERTAKES,
     seed: int | None = None,
     events: bool = False,
     digests: BlockDigests | None = None,
@@ -81,7 +84,7 @@ def build_engine(
     kv_memory_bytes: for KV; by default 1 GiB, or half of the free memory if that is less; at most what the machine has.
     host_kv_memory_bytes: for blocks that the KV pool has no room for, to be found again; 0 for none. Not with attention
         windows.
-    max_num_seqs, max_num_batched_tokens, max_context, queue_order, seed: as `Engine` has them.
+    max_num_seqs, max_num_batched_tokens, max_context, queue_order, max_group_overtakes, seed: as `Engine` has them.
     events: whether the manager records KV events, which somebody has to take then. digests: how those name blocks.
     measure_residency: whether it keeps the times of blocks.
     adapters: LoRA adapters in PEFT's format, folders by name, checked before anything else is done.
@@ -133,6 +136,7 @@ def build_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_context=max_context,
         queue_order=queue_order,
+        max_group_overtakes=max_group_overtakes,
         seed=seed,
     )
     for name, lora in loras.items():

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from anaphora.engine.executor import Batch
+    from anaphora.engine.grouping import Group
     from anaphora.model.shape import ModelShape
 
 _BYTES_PER_VALUE = 2
@@ -27,7 +29,8 @@ class HardwareProfile:
     """What one machine does in a second, as one executor drives it. A speed of None costs nothing.
 
     span_s: what every span of a batch takes besides (queueing, norms, small kernels), in seconds.
-    weight_bytes_per_s: reading the weights, once a step. kv_bytes_per_s: reading the KV of a span, once a span.
+    weight_bytes_per_s: reading the weights, once a step. kv_bytes_per_s: reading the KV of a span, once a span, and
+    what spans share by the batch's groups, once for all of them.
     flops_per_s: matrix products with the weights. attention_flops_per_s: queries times keys, weights times values.
     """
 
@@ -76,9 +79,9 @@ class StepWork(NamedTuple):
 class CostModel:
     """Tells how long a batch takes on a machine. Cost: O(spans)."""
 
-    def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
+    def __init__(self, shape: ModelShape, profile: HardwareProfile, block_size: int = 0) -> None:
         self.profile = profile
-        self._work = WorkModel(shape)
+        self._work = WorkModel(shape, block_size)
         self._seconds_per = (
             profile.span_s,
             _inverse(profile.weight_bytes_per_s),
@@ -93,9 +96,13 @@ class CostModel:
 
 
 class WorkModel:
-    """Counts what a batch has to do on a model of some shape, weights and KV being bfloat16."""
+    """Counts what a batch has to do on a model of some shape, weights and KV being bfloat16.
 
-    def __init__(self, shape: ModelShape) -> None:
+    block_size: tokens in the blocks that groups of spans have in common; 0 where every span reads for itself.
+    """
+
+    def __init__(self, shape: ModelShape, block_size: int = 0) -> None:
+        self._block_size = block_size
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         per_layer = shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size)
         num_head_weights = shape.hidden_size * shape.vocab_size
@@ -119,6 +126,8 @@ class WorkModel:
                 start = min(start, window)
             num_pairs += num * start + num * (num + 1) // 2
             num_read += start + num
+        if batch.shared and self._block_size:
+            num_read -= self._block_size * _num_blocks_saved(batch.shared)
         return StepWork(
             len(batch.spans),
             self._weight_bytes,
@@ -126,6 +135,16 @@ class WorkModel:
             self._flops_per_pair * num_pairs,
             self.kv_bytes_per_token * num_read,
         )
+
+
+def _num_blocks_saved(groups: Sequence[Group]) -> int:
+    """How many reads of a block groups save, nested ones counted by what they share beyond the outer."""
+    num_saved = 0
+    num_counted: dict[int, int] = {}
+    for members, num_blocks in groups:
+        num_saved += (len(members) - 1) * (num_blocks - num_counted.get(members[0], 0))
+        num_counted |= dict.fromkeys(members, num_blocks)
+    return num_saved
 
 
 def _inverse(speed: float | None) -> float:

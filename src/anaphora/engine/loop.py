@@ -22,7 +22,8 @@ import numpy as np
 from anaphora.engine.adapters import Adapters
 from anaphora.engine.executor import Batch, KeepsHostBlocks
 from anaphora.engine.grouping import Groups
-from anaphora.engine.hit_report import hit_report
+from anaphora.engine.hit_report import HitReports
+from anaphora.engine.joiners import DEFAULT_MAX_OVERTAKES
 from anaphora.engine.json_grammar import JsonGrammars
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
@@ -65,6 +66,7 @@ class Engine:
     clock: returns seconds. cpu_clock: seconds of CPU time of the thread that calls it, for the statistics.
     queue_order: who of those that wait is admitted next: "fcfs", "lpm", "dfs", "fair", or a function that makes a
         QueueOrder for a KVCacheManager. See `anaphora.engine.order`.
+    max_group_overtakes: how often a request may be passed over for one that joins a group that runs (`Joiners`).
     min_held_tokens: a request sits out a step that computes a prefix of its own if that saves so many tokens.
     new_sampler: makes what draws a request's tokens, given its seed; the default draws from the logits.
 
@@ -88,6 +90,7 @@ class Engine:
         cpu_clock: Callable[[], float] = time.thread_time,
         queue_order: QueueOrderChoice = "fcfs",
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
+        max_group_overtakes: int = DEFAULT_MAX_OVERTAKES,
         new_sampler: Callable[[Request, int], TokenSource] | None = None,
     ) -> None:
         if manager.block_size not in executor.block_sizes:
@@ -122,6 +125,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             queue_order=queue_order,
             min_held_tokens=min_held_tokens,
+            max_group_overtakes=max_group_overtakes,
         )
         self._seeds = random.Random(seed)
         self._clock, self._cpu_clock = clock, cpu_clock
@@ -130,9 +134,7 @@ class Engine:
         self._live: dict[str, list[LiveRequest]] = {}
         """By request, its samples."""
         self._deadlines: LazyHeap[tuple[float], LiveRequest] = LazyHeap()
-        self._to_report: set[LiveRequest] = set()
-        """Those not yet admitted that ask for a report of what they find."""
-        self._reports: list[Event] = []
+        self._reports = HitReports(manager)
         self.last_batch: list[ScheduledSpan] = []
         """What the last step computed."""
         self._num_arrivals = 0
@@ -250,8 +252,7 @@ class Engine:
         )
         self._num_arrivals += 1
         self._live[request.request_id] = [live]
-        if request.reports_hits:
-            self._to_report.add(live)
+        self._reports.submitted(live)
         if request.deadline_s is not None:
             now = self._clock()
             live.half_time_s, live.deadline_s = now + request.deadline_s / 2, now + request.deadline_s
@@ -285,8 +286,7 @@ class Engine:
         stats = self._stats
         stats.schedule_cpu_s += self._cpu_clock() - started_cpu
         self.last_batch = scheduled
-        if self._to_report:
-            self._report_hits(scheduled)
+        self._reports.scheduled(scheduled)
         deltas += self._run(scheduled, groups) if scheduled else self._refuse_first()
         stats.num_steps += 1
         stats.step_s += self._clock() - started
@@ -296,16 +296,7 @@ class Engine:
     def take_events(self) -> list[Event]:
         """Return what happened to cached blocks since the last call, after the reports of what was found. ValueError if
         the manager does not record it."""
-        reports, self._reports = self._reports, []
-        return reports + self._manager.take_events()
-
-    def _report_hits(self, scheduled: list[ScheduledSpan]) -> None:
-        for live, _, _ in scheduled:
-            if live in self._to_report:
-                self._to_report.discard(live)
-                report = hit_report(self._manager, live.sequence)
-                if report is not None:
-                    self._reports.append(report)
+        return [*self._reports.take(), *self._manager.take_events()]
 
     def _run(self, scheduled: list[ScheduledSpan], groups: list[Group]) -> list[Delta]:
         lacking: set[int] = set()
@@ -475,7 +466,7 @@ class Engine:
 
     def _end(self, live: LiveRequest, reason: FinishReason) -> None:
         self._scheduler.remove(live)
-        self._to_report.discard(live)
+        self._reports.ended(live)
         samples = self._live[live.request_id]
         samples.remove(live)
         if not samples:

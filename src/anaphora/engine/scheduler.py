@@ -16,6 +16,7 @@ from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
+from anaphora.engine.joiners import DEFAULT_MAX_OVERTAKES
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
 from anaphora.engine.waiting import WaitingQueue
 
@@ -56,11 +57,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         queue_order: QueueOrderChoice = "fcfs",
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
+        max_group_overtakes: int = DEFAULT_MAX_OVERTAKES,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: {value!r} is not allowed; it must be at least 1")
-        self.waiting = WaitingQueue(manager, queue_order, min_held_tokens=min_held_tokens)
+        self.waiting = WaitingQueue(
+            manager, queue_order, min_held_tokens=min_held_tokens, max_group_overtakes=max_group_overtakes
+        )
         self.running: list[LiveRequest] = []
         """By rank, so who must give way is at the end."""
         self.max_num_seqs = max_num_seqs

@@ -65,12 +65,13 @@ class VirtualExecutor:
         self.vocab_size = shape.vocab_size
         self.max_context = shape.max_context
         self.layer_groups = (LayerGroup(tuple(range(shape.num_layers)), WorkModel(shape).kv_bytes_per_token),)
-        self._costs = CostModel(shape, profile)
+        self._shape, self._costs = shape, CostModel(shape, profile)
         self._clock = clock
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Nothing to allocate."""
+        """Nothing to allocate. What groups share of blocks is read once."""
+        self._costs = CostModel(self._shape, self._costs.profile, block_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing to copy, and nothing that it would cost: a block is small beside a step."""

@@ -6,6 +6,7 @@ from bisect import insort
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from anaphora.engine.joiners import DEFAULT_MAX_OVERTAKES, Joiners
 from anaphora.engine.order import new_order
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS, PrefixesInProgress
@@ -33,7 +34,8 @@ class _Class:
 
 class WaitingQueue:
     """By priority; of equals, those that were preempted, those that have less than half of their time left, and then
-    by the order that was chosen. A request whose prefix is being computed in a step is held back from that step.
+    by the order that was chosen, except that one who joins a group of running requests may go before (`Joiners`). A
+    request whose prefix is being computed in a step is held back from that step.
 
     Cost: as the order has it, and O(log waiting) a call.
     """
@@ -44,14 +46,16 @@ class WaitingQueue:
         order: QueueOrderChoice = "fcfs",
         *,
         min_held_tokens: int = DEFAULT_MIN_HELD_TOKENS,
+        max_group_overtakes: int = DEFAULT_MAX_OVERTAKES,
     ) -> None:
-        """Raises ValueError for an unknown order, or a min_held_tokens below 1."""
+        """Raises ValueError for an unknown order, a min_held_tokens below 1, or a max_group_overtakes below 0."""
         if min_held_tokens < 1:
             raise ValueError(f"min_held_tokens: {min_held_tokens} is not allowed; it must be at least 1")
         self._manager = manager
         self._order = order
         self._min_held_tokens = min_held_tokens
         self._in_progress = PrefixesInProgress(manager, min_held_tokens)
+        self._joiners = Joiners(manager, max_group_overtakes)
         self._classes: dict[int, _Class] = {0: _Class(new_order(order, manager))}
         self._ready_priorities: list[int] = []
         """Ascending, of the classes in which somebody is ready."""
@@ -76,17 +80,21 @@ class WaitingQueue:
 
     def push(self, live: LiveRequest) -> None:
         """Add a new request."""
+        self._joiners.waits(live)
         self._enter(live, "order")
         if live.half_time_s < live.deadline_s:
             self._half_times.push((live.half_time_s,), live)
 
     def push_preempted(self, live: LiveRequest) -> None:
         """Add a request that was running."""
+        self._joiners.ended(live)
+        self._joiners.waits(live)
         self._enter(live, "preempted")
 
     def begin_pass(self, now_s: float) -> None:
         """A pass of the scheduler begins: whoever was held is back, whoever is late in a hurry."""
         self._in_progress.clear()
+        self._joiners.begin_pass()
         self._num_moves_left = MAX_MOVED
         for _ in range(min(MAX_MOVED, len(self._held))):
             live, _ = self._held.popitem(last=False)
@@ -108,7 +116,7 @@ class WaitingQueue:
                     return first
             while (live := ready.order.peek()) is not None:
                 if not self._in_progress.is_worth_waiting_for(live):
-                    return live
+                    return self._joiners.first(live, self._in_progress.is_worth_waiting_for)
                 self._leave(live)
                 self._places[live] = "held"
                 self._held[live] = None
@@ -121,9 +129,11 @@ class WaitingQueue:
         """Take out a request, because it runs now. KeyError if it is not ready."""
         if self._take_out(live) == "order":
             self._classes[live.request.priority].order.admitted(live)
+        self._joiners.admitted(live)
 
     def remove(self, live: LiveRequest) -> None:
         """Take out a request that has ended. KeyError if it is not here."""
+        self._joiners.gone(live)
         if live in self._held:
             del self._held[live], self._places[live]
         else:
@@ -141,6 +151,7 @@ class WaitingQueue:
 
     def ended(self, live: LiveRequest) -> None:
         """A running request has ended."""
+        self._joiners.ended(live)
         self._classes[live.request.priority].order.ended(live)
 
     def _enter(self, live: LiveRequest, place: str) -> None:
@@ -154,6 +165,7 @@ class WaitingQueue:
         ready.num_ready += 1
         if place == "order":
             ready.order.push(live)
+            self._joiners.enters(live)
         elif place == "preempted":
             ready.preempted.push((live.arrival, live.index), live)
         else:
@@ -170,4 +182,7 @@ class WaitingQueue:
         ready.num_ready -= 1
         if not ready.num_ready:
             self._ready_priorities.remove(priority)
-        return self._places.pop(live)
+        place = self._places.pop(live)
+        if place == "order":
+            self._joiners.leaves(live)
+        return place
