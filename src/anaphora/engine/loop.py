@@ -21,10 +21,10 @@ import numpy as np
 
 from anaphora.engine.adapters import Adapters
 from anaphora.engine.executor import Batch, KeepsHostBlocks
+from anaphora.engine.grammars import Grammars, form_of
 from anaphora.engine.grouping import Groups
 from anaphora.engine.hit_report import HitReports
 from anaphora.engine.joiners import DEFAULT_MAX_OVERTAKES
-from anaphora.engine.json_grammar import JsonGrammars
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.order.lazy_heap import LazyHeap
 from anaphora.engine.prefixes_in_progress import DEFAULT_MIN_HELD_TOKENS
@@ -116,8 +116,8 @@ class Engine:
             from anaphora.model.tokenizer import Detokenizer  # noqa: PLC0415
 
             self._new_detokenizer = partial(Detokenizer, tokenizer)
-        self.grammars = None if tokenizer is None else JsonGrammars(tokenizer, eos_token_ids, executor.vocab_size)
-        """Compiles the JSON schemas of requests; without a tokenizer there are none. For any thread."""
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, eos_token_ids, executor.vocab_size)
+        """Compiles the forms that requests ask for; without a tokenizer there are none. For any thread."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._scheduler = Scheduler(
             manager,
@@ -186,16 +186,16 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request can never be served here. May be called from any thread.
 
-        Cost: one pass over the prompt; of a JSON schema that is new here, `JsonGrammars.check`.
+        Cost: one pass over the prompt; of a form that is new here, `Grammars.check`.
         """
         sampling = request.sampling
         num_prompt_tokens = check_token_ids(request, self._executor.vocab_size)
         if sampling.stop and self._new_detokenizer is None:
             raise RequestError("stop", "stop: the engine has no tokenizer, so stop strings cannot be found")
-        if sampling.json_schema is not None:
+        if (form := form_of(sampling)) is not None:
             if self.grammars is None:
-                raise RequestError("json_schema", "json_schema: the engine has no tokenizer, so it cannot be followed")
-            self.grammars.check(sampling.json_schema)
+                raise RequestError(form.name, f"{form.name}: the engine has no tokenizer, so it cannot be followed")
+            self.grammars.check(form)
         if sampling.n > self._scheduler.max_num_seqs:
             raise RequestError(
                 "n",
@@ -368,8 +368,8 @@ class Engine:
         return delta
 
     def _new_logits_sampler(self, request: Request, seed: int) -> TokenSource:
-        schema = request.sampling.json_schema
-        constraint = None if schema is None or self.grammars is None else self.grammars.start(schema)
+        form = form_of(request.sampling)
+        constraint = None if form is None or self.grammars is None else self.grammars.start(form)
         return Sampler(request.sampling, seed, request.prompt, constraint)
 
     def _new_output(self, sampling: SamplingParams) -> OutputStream:

@@ -27,6 +27,9 @@ MAX_PRIORITY = 1000
 
 MAX_LOGIT_BIAS = 100
 
+FORMS = ("json_schema", "regex", "choice", "grammar")
+"""Fields that bind the output to a form."""
+
 
 class RequestError(ValueError):
     """A request that can never be served, with the field at fault (`param`) and what is allowed (the message)."""
@@ -74,7 +77,8 @@ _SAMPLING_TYPES = (
     _Types(("stop",), (tuple, list), "a tuple of strings", str),
     _Types(("stop_token_ids",), (tuple, list), "a tuple of integers", Integral),
     _Types(("logit_bias",), (Mapping,), "a mapping of token ids to numbers", Integral),
-    _Types(("json_schema",), (str, NoneType), "a string, or None"),
+    _Types(("json_schema", "regex", "grammar"), (str, NoneType), "a string, or None"),
+    _Types(("choice",), (tuple, NoneType), "a tuple of strings, or None"),
     _Types(("ignore_eos",), (bool,), "True or False"),
 )
 
@@ -89,8 +93,12 @@ class SamplingParams:
     a `seed` the same request draws the same tokens whatever runs beside it. `stop` are strings: the output ends before
     the first of them to appear. `logprobs` asks for log-probabilities of the drawn token and of that many alternatives,
     None for none at all. `n` outputs are drawn for the prompt, which is computed once; the j-th (from 0) has the seed
-    `seed` + j. With a `json_schema` (JSON text) the output is JSON of that schema and ends where that is whole, unless
-    something else ends it before.
+    `seed` + j.
+
+    The output can be bound to a form, one of four: JSON of a `json_schema` (JSON text); what matches a `regex` (Rust's
+    syntax) as a whole; one of the strings of `choice`; or a text of a `grammar`, in Lark's syntax with the rule
+    `start`, or in GBNF with `root`. It ends where that is whole and nothing can follow, unless something else ends it
+    before.
     """
 
     max_tokens: int = 16
@@ -109,6 +117,9 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _require_types(self, _SAMPLING_TYPES)
@@ -132,6 +143,15 @@ class SamplingParams:
         for name, is_allowed, allowed in checks:
             if not is_allowed:
                 raise _not_allowed(name, getattr(self, name), allowed)
+        if self.choice is not None and not self.choice:
+            raise _not_allowed("choice", self.choice, "at least one string")
+        for position, text in enumerate(self.choice or ()):
+            if not isinstance(text, str) or not text:
+                problem = "is not allowed; it must be a string of at least one character"
+                raise RequestError("choice", f"choice[{position}]: {text!r} {problem}")
+        asked = [name for name in FORMS if getattr(self, name) is not None]
+        if len(asked) > 1:
+            raise RequestError(asked[1], f"{asked[1]}: allowed only without {asked[0]}")
         for token_id, bias in self.logit_bias.items():
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise RequestError(

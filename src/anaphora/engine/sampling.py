@@ -19,7 +19,7 @@ from anaphora.engine.request import TokenLogprob
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from anaphora.engine.json_grammar import JsonConstraint
+    from anaphora.engine.grammars import Constraint
     from anaphora.engine.request import SamplingParams
 
 _NUM_SEED_BITS = 128
@@ -73,7 +73,7 @@ class Sampler:
                  "_top_p")  # fmt: skip
 
     def __init__(
-        self, params: SamplingParams, seed: int, prompt: bytes = b"", constraint: JsonConstraint | None = None
+        self, params: SamplingParams, seed: int, prompt: bytes = b"", constraint: Constraint | None = None
     ) -> None:
         self._temperature = params.temperature
         self._top_k = params.top_k

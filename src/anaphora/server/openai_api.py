@@ -17,7 +17,7 @@ from anaphora.engine.request import MAX_PRIORITY, Request, RequestError, Samplin
 from anaphora.identity import Namespace
 from anaphora.model.chat_template import ChatTemplateError
 from anaphora.server.errors import ApiError, bad_field, unsupported
-from anaphora.server.response_format import ResponseFormat, StructuredOutputs, asked_schema
+from anaphora.server.response_format import GuidedRequest, asked_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class VllmArguments(msgspec.Struct, forbid_unknown_fields=True):
     kv_cache_report_mode: Literal["full"] | None = None
 
 
-class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _SampledRequest(GuidedRequest, forbid_unknown_fields=True, kw_only=True):
     """What both generating endpoints take. Those from `top_k` on are not OpenAI's, but vLLM's or Anaphora's own."""
 
     model: str
@@ -67,13 +67,11 @@ class _SampledRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
     user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    structured_outputs: StructuredOutputs | None = None
     cache_salt: Salt | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
@@ -300,13 +298,11 @@ def _call(
 ) -> Call:
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "allowed only with stream = true")
-    schema = None
-    if (asked := asked_schema(body.response_format, body.structured_outputs)) is not None:
-        schema, path = asked
-        field_names = field_names | {"json_schema": path}
+    form: dict[str, Any] = {}
+    if (asked := asked_form(body)) is not None:
+        form = {asked.form.name: asked.form.value}
+        field_names = field_names | {asked.form.name: asked.path}
     try:
-        if schema is not None and model.grammars is not None:
-            model.grammars.check(schema)  # here, since the engine would do it on the event loop
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -322,8 +318,10 @@ def _call(
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             n=body.n or 1,
-            json_schema=schema,
+            **form,
         )
+        if asked is not None and model.grammars is not None:
+            model.grammars.check(asked.form)  # here, since the engine would do it on the event loop
     except RequestError as error:
         raise _from_request_error(error, field_names) from None
     return Call(

@@ -10,7 +10,7 @@ from anaphora.server.errors import ApiError
 
 if TYPE_CHECKING:
     from anaphora.engine.adapters import Adapters
-    from anaphora.engine.json_grammar import JsonGrammars
+    from anaphora.engine.grammars import Grammars
     from anaphora.engine.loop import Engine
     from anaphora.identity import Adapter
     from anaphora.model import ChatTemplate, Model, Tokenizer
@@ -36,7 +36,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     created: int = 0
-    grammars: JsonGrammars | None = None
+    grammars: Grammars | None = None
     adapters: Adapters | None = None
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Outputs that are JSON of a given schema: which tokens may come next, by the library llguidance (extra `grammar`)."""
+"""Outputs of a given form, a JSON schema's, a regular expression's, a grammar's: which tokens may come next, by the
+library llguidance (extra `grammar`)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from anaphora.engine.request import RequestError
+from anaphora.engine.request import FORMS, RequestError
 from anaphora.tokens import unpack
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from numpy.typing import NDArray
 
+    from anaphora.engine.request import SamplingParams
     from anaphora.model.tokenizer import Tokenizer
 
-MAX_SCHEMA_CHARACTERS = 2**20
+MAX_FORM_CHARACTERS = 2**20
 _NUM_KEPT = 32
 _MAX_ERROR_CHARACTERS = 300
 _MAX_PLACES_TRIED = 200
@@ -34,12 +36,28 @@ _PLAIN_NAME = re.compile(r"\w+")
 _Path = tuple[str | int, ...]
 
 
-class JsonGrammars:
-    """JSON schemas, compiled for one tokenizer. May be used from several threads.
+class Form(NamedTuple):
+    """What an output must be. name: the field of SamplingParams that says so; value: what stands there."""
+
+    name: str
+    value: str | tuple[str, ...]
+
+
+def form_of(sampling: SamplingParams) -> Form | None:
+    """Return what a request's output is bound to, None if it is free."""
+    for name in FORMS:
+        value = getattr(sampling, name)
+        if value is not None:
+            return Form(name, value)
+    return None
+
+
+class Grammars:
+    """Forms, compiled for one tokenizer. May be used from several threads.
 
     vocab_size: of the logits; ids that the tokenizer does not have are never allowed.
 
-    Cost: the first use builds a table of the tokens (0.5 s for 49,152); a schema is compiled once, in some
+    Cost: the first use builds a table of the tokens (0.5 s for 49,152); a form is compiled once, in some
     milliseconds, and then kept among the latest ones.
     """
 
@@ -49,41 +67,52 @@ class JsonGrammars:
         self._vocab_size = vocab_size
         self._table: LLTokenizer | None = None
         self._table_lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """By schema, a matcher at its start, never advanced; guarded by the lock below."""
+        self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
+        """By form, a matcher at its start, never advanced; guarded by the lock below."""
         self._compiled_lock = threading.Lock()
 
-    def check(self, schema: str) -> None:
-        """Compile a schema (JSON text), unless it is known.
+    def check(self, form: Form) -> None:
+        """Compile a form, unless it is known.
 
         Raises:
-            RequestError: at `json_schema`, with the place in it ("json_schema.properties.age") where that can be told:
-                it is no JSON, no schema, uses what the library cannot do, or allows nothing; or there is no library.
+            RequestError: at the form's name, with the place in it ("json_schema.properties.age") where that can be
+                told: it is no JSON, no schema, no regular expression or no grammar, uses what the library cannot do, or
+                allows nothing; or there is no library.
         """
-        self._find(schema)
+        self._find(form)
 
-    def start(self, schema: str) -> JsonConstraint:
+    def start(self, form: Form) -> Constraint:
         """Return the constraint of one output. Raises as `check`."""
-        return JsonConstraint(self._find(schema).deep_copy(), self._vocab_size)
+        return Constraint(self._find(form).deep_copy(), self._vocab_size, form.name)
 
-    def _find(self, schema: str) -> LLMatcher:
+    def _find(self, form: Form) -> LLMatcher:
         with self._compiled_lock:
-            found = self._compiled.get(schema)
+            found = self._compiled.get(form)
             if found is not None:
-                self._compiled.move_to_end(schema)
+                self._compiled.move_to_end(form)
                 return found
-        compiled = self._compile(schema)  # outside the lock: it may take a second
+        compiled = self._compile(form)  # outside the lock: it may take a second
         with self._compiled_lock:
-            self._compiled[schema] = compiled
+            self._compiled[form] = compiled
             while len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _compile(self, schema: str) -> LLMatcher:
-        if len(schema) > MAX_SCHEMA_CHARACTERS:
-            raise RequestError(
-                "json_schema", f"json_schema: {len(schema)} characters are over the limit of {MAX_SCHEMA_CHARACTERS}"
-            )
+    def _compile(self, form: Form) -> LLMatcher:
+        name, value = form
+        num_characters = len(value) if isinstance(value, str) else sum(map(len, value))
+        if num_characters > MAX_FORM_CHARACTERS:
+            raise RequestError(name, f"{name}: {num_characters} characters are over the limit of {MAX_FORM_CHARACTERS}")
+        self._require_library(name)
+        if name == "json_schema":
+            assert isinstance(value, str)
+            return self._compile_schema(value)
+        matcher = self._matcher(_written(form))
+        if isinstance(matcher, str):
+            raise RequestError(name, f"{name}: {matcher}")
+        return matcher
+
+    def _compile_schema(self, schema: str) -> LLMatcher:
         try:
             parsed = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -94,19 +123,26 @@ class JsonGrammars:
             raise RequestError("json_schema", f"json_schema{place}: {matcher}")
         return matcher
 
+    def _matcher(self, grammar: str) -> LLMatcher | str:
+        """Compile a grammar in the library's form; return what is wrong with it, if something is."""
+        from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
+        # log_level 0: it prints nothing, as its errors are asked for.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._token_table(), grammar, log_level=0, limits=limits)
+        return _in_one_line(matcher.get_error()) or matcher
+
     def _try(self, schema: Any) -> LLMatcher | str:
         """Compile a schema; return what is wrong with it, if something is."""
-        table = self._token_table()
-        from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+        from llguidance import LLMatcher  # noqa: PLC0415
 
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
             return "it allows nothing" if schema is False else "expected an object or a boolean"
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _WHITESPACE})
-        # log_level 0: it prints nothing, as its errors are asked for.
-        matcher = LLMatcher(table, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        return _in_one_line(matcher.get_error()) or matcher
+        return self._matcher(
+            LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _WHITESPACE})
+        )
 
     def _fault(self, schema: Any, error: str) -> _Path:
         """Return the path to the innermost part that is refused for the same reason when it stands alone."""
@@ -120,35 +156,39 @@ class JsonGrammars:
                 parts = _parts(step[1])
         return path
 
+    def _require_library(self, name: str) -> None:
+        try:
+            import llguidance  # noqa: F401, PLC0415
+        except ImportError:
+            problem = "this needs the package llguidance: pip install 'anaphora[grammar]'"
+            raise RequestError(name, f"{name}: {problem}") from None
+        if not self._eos_token_ids:
+            raise RequestError(name, f"{name}: the model has no end-of-sequence token")
+
     def _token_table(self) -> LLTokenizer:
+        from llguidance import LLTokenizer  # noqa: PLC0415
+
         with self._table_lock:
             if self._table is None:
-                try:
-                    from llguidance import LLTokenizer  # noqa: PLC0415
-                except ImportError:
-                    raise RequestError(
-                        "json_schema",
-                        "json_schema: this needs the package llguidance: pip install 'anaphora[grammar]'",
-                    ) from None
-                if not self._eos_token_ids:
-                    raise RequestError("json_schema", "json_schema: the model has no end-of-sequence token")
                 tokens = _TokenBytes(self._tokenizer, self._eos_token_ids[0])
                 tokens("{")  # what the tokenizer puts off until its first use takes as long as the table
                 self._table = LLTokenizer(tokens, eos_token=self._eos_token_ids, slices=LLTokenizer.json_slices())
             return self._table
 
 
-class JsonConstraint:
+class Constraint:
     """What one output may go on with. It starts at the output's beginning and is told every token of it.
 
     Cost, for 49,152 tokens: 0.1 ms a token.
     """
 
-    __slots__ = ("_matcher", "_vocab_size")
+    __slots__ = ("_matcher", "_name", "_vocab_size")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, name: str) -> None:
+        """name: of the field that asks for it, for messages."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._name = name
 
     @property
     def is_complete(self) -> bool:
@@ -163,7 +203,7 @@ class JsonConstraint:
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RuntimeError(f"json_schema: {_in_one_line(self._matcher.get_error())}")
+            raise RuntimeError(f"{self._name}: {_in_one_line(self._matcher.get_error())}")
         is_allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].view(np.bool_)
         np.copyto(logits[: len(is_allowed)], -np.inf, where=~is_allowed)
         logits[len(is_allowed) :] = -np.inf
@@ -172,7 +212,7 @@ class JsonConstraint:
         """The token was drawn. Raises RuntimeError for one that was not allowed."""
         if not self._matcher.consume_token(token_id):
             error = _in_one_line(self._matcher.get_error())
-            raise RuntimeError(f"json_schema: token {token_id} may not come here: {error}")
+            raise RuntimeError(f"{self._name}: token {token_id} may not come here: {error}")
 
 
 class _TokenBytes:
@@ -216,6 +256,24 @@ class _TokenBytes:
                     break
             place += length
         return ids
+
+
+def _written(form: Form) -> str:
+    """A regular expression, choice or grammar in the library's form. RequestError for a grammar that is none."""
+    from llguidance import LLMatcher  # noqa: PLC0415
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
+
+    name, value = form
+    if name == "regex":
+        return str(LLMatcher.grammar_from_regex(value))
+    if name == "choice":
+        lark = f"start: {' | '.join(map(json.dumps, value))}"  # Lark has strings written as JSON has
+    else:
+        try:
+            lark = any_to_lark(value)
+        except Exception as error:  # of no class of its own
+            raise RequestError(name, f"{name}: {_in_one_line(str(error))}") from None
+    return str(LLMatcher.grammar_from_lark(lark))
 
 
 def _in_one_line(error: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from array import array
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anaphora.engine.json_grammar import JsonGrammars
+from anaphora.engine.grammars import Form, Grammars, form_of
 from anaphora.engine.request import RequestError, SamplingParams
 from anaphora.engine.sampling import Sampler
 from anaphora.model.tokenizer import Tokenizer
@@ -69,21 +70,26 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def grammars() -> JsonGrammars:
-    return JsonGrammars(tokenizer(), (EOS_TOKEN_ID,), PADDED_VOCAB_SIZE)
+def grammars() -> Grammars:
+    return Grammars(tokenizer(), (EOS_TOKEN_ID,), PADDED_VOCAB_SIZE)
 
 
 def said(schema: Any, seed: int, **params: Any) -> str:
     """What a model that says anything at all says under the schema, until that is whole."""
-    constraint = grammars().start(json.dumps(schema))
+    return drawn_under(Form("json_schema", json.dumps(schema)), seed, **params)
+
+
+def drawn_under(form: Form, seed: int, **params: Any) -> str:
+    """What a model that says anything at all says under a form, until that is whole."""
+    constraint = grammars().start(form)
     sampler = Sampler(SamplingParams(**params), seed, constraint=constraint)
     rng = np.random.default_rng(seed)
     drawn: list[int] = []
-    while not sampler.is_complete:
+    while not sampler.is_complete and drawn[-1:] != [EOS_TOKEN_ID]:
         logits = rng.normal(0, 3, PADDED_VOCAB_SIZE).astype(np.float32)
         drawn.append(sampler.sample(logits, len(drawn)))
         assert len(drawn) < 3000
-    return tokenizer().decode(drawn)
+    return tokenizer().decode([token_id for token_id in drawn if token_id != EOS_TOKEN_ID])
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +122,7 @@ def test_filters_bias_and_penalties_draw_from_what_may_come() -> None:
 )  # fmt: skip
 def test_a_schema_that_cannot_be_followed_is_refused_with_its_place(schema: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as refused:
-        grammars().check(schema)
+        grammars().check(Form("json_schema", schema))
     assert refused.value.param == "json_schema"
 
 
@@ -202,6 +208,52 @@ def test_samples_are_the_same_alone_in_company_and_across_preemption() -> None:
             jsonschema.validate(json.loads(outcome.text), SCHEMA)
 
 
+TEXTS = st.text(st.sampled_from('ab"\\/|.*\n é{'), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=5, unique=True), st.integers(0, 2**32))
+def test_an_output_of_a_choice_is_one_of_its_strings(choice: list[str], seed: int) -> None:
+    assert drawn_under(Form("choice", tuple(choice)), seed) in choice
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-f]{2,4}-[0-9]", r"(yes|no|may be)\.", r"a/b\n?", r"[a-z]+@[a-z]+\.(com|org)", r"[^\n]{1,20}!"]
+)
+def test_an_output_of_a_regular_expression_matches_it_as_a_whole(pattern: str) -> None:
+    for seed in range(10):
+        assert re.fullmatch(pattern, drawn_under(Form("regex", pattern), seed))
+
+
+def test_a_grammar_may_be_recursive() -> None:
+    for grammar in ('start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'):
+        for seed in range(10):
+            text = drawn_under(Form("grammar", grammar), seed)
+            depth = text.count("(")
+            assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_at_most_one_form_is_asked_for() -> None:
+    with pytest.raises(RequestError, match="choice: allowed only without regex"):
+        SamplingParams(regex="a", choice=("a",))
+    assert form_of(SamplingParams()) is None
+    assert form_of(SamplingParams(grammar='start: "a"')) == Form("grammar", 'start: "a"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choice": ()}, r"choice: \(\) is not allowed; it must be at least one string"),
+        ({"choice": ("a", "")}, r"choice\[1\]: '' is not allowed"),
+        ({"choice": ["a"]}, r"choice: \['a'\] is not allowed; it must be a tuple of strings, or None"),
+        ({"regex": 3}, "regex: 3 is not allowed; it must be a string, or None"),
+    ],
+)
+def test_a_form_of_another_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
 def test_an_engine_without_text_or_end_refuses() -> None:
     with pytest.raises(RequestError, match="json_schema: the engine has no tokenizer"):
         toy_engine().submit(json_request("r", [1]))
@@ -212,4 +264,4 @@ def test_an_engine_without_text_or_end_refuses() -> None:
 def test_without_the_library_it_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"json_schema: this needs the package llguidance: pip install"):
-        JsonGrammars(tokenizer(), (EOS_TOKEN_ID,), VOCAB_SIZE).check("{}")
+        Grammars(tokenizer(), (EOS_TOKEN_ID,), VOCAB_SIZE).check(Form("json_schema", "{}"))
