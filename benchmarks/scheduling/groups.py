@@ -93,7 +93,7 @@ def main() -> None:
             model = load_model(None)
             figures = measure(
                 NativeExecutor(model.shape, model.weights), time.process_time, max_overtakes,
-                num_groups=4, num_shared=1500, num_output=32, num_requests=48, max_num_seqs=8,
+                num_groups=4, num_shared=1500, num_output=32, num_requests=40, max_num_seqs=8,
             )  # fmt: skip
         else:
             clock = VirtualClock()
