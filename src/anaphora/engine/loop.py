@@ -34,6 +34,7 @@ from anaphora.engine.scheduler import Scheduler
 from anaphora.engine.stats import EngineStats
 from anaphora.engine.stopping import OutputStream
 from anaphora.engine.transfers import make_transfers
+from anaphora.engine.validation import check_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -93,16 +94,8 @@ class Engine:
         max_group_overtakes: int = DEFAULT_MAX_OVERTAKES,
         new_sampler: Callable[[Request, int], TokenSource] | None = None,
     ) -> None:
-        if manager.block_size not in executor.block_sizes:
-            raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
+        check_fit(executor, manager)
         self._num_groups = len(executor.layer_groups)
-        num_tables = len(manager.start(_pack_id(0)).block_tables)
-        if self._num_groups != num_tables:
-            raise ValueError(
-                f"executor: it has {self._num_groups} layer groups; the manager keeps tables for {num_tables}"
-            )
-        if manager.num_host_blocks and not isinstance(executor, KeepsHostBlocks):
-            raise ValueError("executor: it keeps no blocks in host memory; the manager has some")
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context: {max_context} is not allowed; it must be at least 1")
         self.max_context = min(executor.max_context, max_context or executor.max_context)

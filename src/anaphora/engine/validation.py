@@ -1,4 +1,4 @@
-"""What every executor refuses, in the same words: pages, copies and spans that cannot be."""
+"""What cannot be, refused by all in the same words: an executor over another kind of manager; pages, copies, spans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from anaphora.engine.executor import KeepsHostBlocks
+from anaphora.tokens import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection, Sequence
 
-    from anaphora.engine.executor import Batch, Span
+    from anaphora.cache.manager import KVCacheManager
+    from anaphora.engine.executor import Batch, Executor, Span
+
+
+def check_fit(executor: Executor, manager: KVCacheManager) -> None:
+    """Raise ValueError for an executor that cannot run over a manager's blocks."""
+    if manager.block_size not in executor.block_sizes:
+        raise ValueError(f"block_size: {manager.block_size} is not allowed; allowed are {executor.block_sizes}")
+    num_groups, num_tables = len(executor.layer_groups), len(manager.start(bytes(TOKEN_BYTES)).block_tables)
+    if num_groups != num_tables:
+        raise ValueError(f"executor: it has {num_groups} layer groups; the manager keeps tables for {num_tables}")
+    if manager.num_host_blocks and not isinstance(executor, KeepsHostBlocks):
+        raise ValueError("executor: it keeps no blocks in host memory; the manager has some")
 
 
 def check_pages(num_blocks: int, block_size: int, block_sizes: Sequence[int]) -> None:
