@@ -23,6 +23,7 @@ from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.server.live_server import serving_fake
 from tests.server.test_concurrency import ENDLESS, eventually
 from tests.server.test_shutdown import in_background
+from tests.server.trace_events import PHASES, check_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -230,6 +231,40 @@ class TestTrace:
         assert [args["cached_tokens"] for args in requests] == [0, BLOCK_SIZE]
         assert any(event["name"] == "cache" and event["args"]["stored_blocks"] == 1 for event in events)
         assert "secret" not in path.read_text()
+
+    def test_it_keeps_to_the_format_whatever_becomes_of_requests(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        trace = StepTrace(path)
+        engine = FakeEngine(num_blocks=8, on_events=trace.cached, observer=trace)
+        with serving_fake(engine) as live:
+            bodies: list[dict[str, Any]] = [
+                {"prompt": "a" * 70, "max_tokens": 30, "n": 2},
+                {"prompt": "b" * 70, "max_tokens": 30},  # not both fit: one is preempted
+                {"prompt": "c" * 20, "max_tokens": 1},
+                {"prompt": "a" * 70, "max_tokens": 90, "deadline_s": 0.001},  # aborted, wherever it is
+            ]
+            running = [in_background(live, {"model": "alphabet", **body}) for body in bodies]
+            for thread, _ in running:
+                thread.join(20)
+            engine.executor.failures.append(RuntimeError("broken"))
+            assert live.post("/v1/completions", {"prompt": "d", "max_tokens": 3}).status_code == 500
+            live.post("/v1/completions", {"prompt": "d", "max_tokens": 2})
+        trace.close()
+        events = read_trace(path)
+        check_trace(events)
+        assert {event["ph"] for event in events} == PHASES
+        reasons = {
+            event["args"]["finish_reason"] for event in events if (event["ph"], event["name"]) == ("e", "request")
+        }
+        assert {"length", "error"} <= reasons
+        step = next(event for event in events if event["ph"] == "X")
+        for event in (
+            {"name": "step", "ph": "X", "pid": 1, "tid": 1, "ts": 1},
+            {"name": "x", "ph": "e", "cat": "request", "id": "never begun", "pid": 1, "ts": 1},
+            {"name": "step", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": step["ts"] + step["dur"] / 2},
+        ):
+            with pytest.raises((AssertionError, KeyError, IndexError)):
+                check_trace([*events, event])
 
     def test_it_grows_to_its_limit_and_says_so(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.json"
