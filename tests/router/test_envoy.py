@@ -9,6 +9,7 @@ import queue
 import shutil
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,13 @@ from openai import OpenAI  # noqa: E402
 from anaphora.router.certificate import self_signed  # noqa: E402
 from anaphora.router.prompt import TextEstimate  # noqa: E402
 from anaphora.router.replica import ReplicaSpec  # noqa: E402
-from anaphora.router.route import RouteOptions, build_app, make_server  # noqa: E402
+from anaphora.router.route import Cluster, RouteOptions, build_app, make_server  # noqa: E402
+from anaphora.server.app import OpenAIServer  # noqa: E402
+from anaphora.server.run import ListenError, Server, bind  # noqa: E402
+from tests.router.fake_kubernetes import POD_PATH, POOL_PATH, FakeKubernetes, pod, pool  # noqa: E402
+from tests.router.fake_kubernetes import serving as serving_kubernetes  # noqa: E402
 from tests.router.live_router import LiveRouter, eventually, routing  # noqa: E402
+from tests.server.fake_engine import FakeEngine  # noqa: E402
 from tests.server.live_server import LiveServer, running, serving_fake  # noqa: E402
 
 if TYPE_CHECKING:
@@ -396,3 +402,54 @@ def test_behind_a_real_envoy_models_are_rewritten_and_conformance_headers_answer
         assert shed.status_code == 429
         assert shed.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
         assert httpx.post(url + "/v1/completions", json=asked).status_code == 200
+
+
+@contextlib.contextmanager
+def serving_at(host: str, port: int) -> Iterator[tuple[FakeEngine, int]]:
+    """Serve a fake engine at an address of this machine; yield it and its port."""
+    engine = FakeEngine()
+    started = threading.Event()
+    with bind(host, port) as sock:
+        server = Server(OpenAIServer(engine.service, engine.model), on_started=started.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert started.wait(10)
+            yield engine, sock.getsockname()[1]
+        finally:
+            server.stop()
+            thread.join(10)
+
+
+def test_behind_a_real_envoy_the_pods_of_a_pool_are_served_over_ipv4_and_ipv6(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        v4, port = stack.enter_context(serving_at("127.0.0.1", 0))
+        try:
+            v6, _ = stack.enter_context(serving_at("::1", port))
+        except ListenError:
+            pytest.skip("this machine has no IPv6, or the port is taken there")
+        cluster = FakeKubernetes(token=None)
+        cluster.put(POOL_PATH, pool(port))
+        for name, ip in (("four", "127.0.0.1"), ("six", "::1")):
+            cluster.put(POD_PATH, pod(name, ip))
+        api = stack.enter_context(serving_kubernetes(cluster))
+        options = Cluster(pool_name="llama", namespace="ai", api_url=api)
+        router, address = stack.enter_context(picking(cluster=options))
+        both = {f"127.0.0.1:{port}", f"[::1]:{port}"}
+        eventually(lambda: {name for name, entry in router.replicas().items() if entry["healthy"]} == both)
+        url = stack.enter_context(envoy(address, tmp_path))
+
+        def ask_for(text: str) -> int:
+            asked = {"model": "alphabet", "prompt": text * 20, "max_tokens": 2}
+            return httpx.post(url + "/v1/completions", json=asked, timeout=10).status_code
+
+        assert [ask_for(f"{number} is a prompt of its own. ") for number in range(12)] == [200] * 12
+        assert v4.service.requests
+        assert v6.service.requests
+        cluster.put(POD_PATH, pod("six", "::1", leaving=True))
+        eventually(lambda: set(router.replicas()) == {f"127.0.0.1:{port}"})
+        seen = len(v6.service.requests)
+        assert [ask_for(f"{number} is a prompt of its own. ") for number in range(12)] == [200] * 12
+        assert len(v6.service.requests) == seen
+        cluster.delete(POD_PATH, "four")
+        eventually(lambda: ask_for("anything") == 503)
