@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 from anaphora import KVCacheManager
-from anaphora.engine.calibration import MeasuredStep, compare, example_arrivals, fit_profile, measure_steps
+from anaphora.engine.calibration import (
+    MeasuredStep,
+    compare,
+    example_arrivals,
+    fit_profile,
+    measure_steps,
+    with_overhead,
+)
 from anaphora.engine.cost_model import CostModel, HardwareProfile, WorkModel
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.loop import Engine
 from anaphora.engine.reference import ReferenceExecutor
 from anaphora.engine.replay import Arrival, replay
 from anaphora.engine.request import Request, SamplingParams
-from anaphora.engine.virtual import FILLER_TOKEN, VirtualClock, VirtualExecutor, scripted_sampler
+from anaphora.engine.virtual import FILLER_TOKEN, ScriptedSampler, VirtualClock, VirtualExecutor, scripted_sampler
 from anaphora.tokens import pack
 from tests.engine.toy_engine import request
 from tests.tiny_models import random_weights, tiny_shape
@@ -50,8 +57,15 @@ def test_a_step_lasts_as_long_as_its_work_takes() -> None:
     assert work.attention_flops == 4 * 2 * 64 * ((10 * 4 + 10) + 6)
     assert work.kv_bytes == (2 * 2 * 2 * 32) * (14 + 3)
     assert CostModel(SHAPE, PROFILE).step_s(Batch([span(10, 4), span(0, 3, num_logits=0)])) == pytest.approx(
-        0.002 + sum(work[1:]) / 1e9
+        0.002 + sum(work[1:5]) / 1e9
     )
+    assert work.num_rows == 1
+
+
+def test_the_engines_own_time_is_for_a_step_and_for_each_row_that_is_drawn_from() -> None:
+    profile = HardwareProfile("x", 0.0, None, None, None, None, step_s=1.0, row_s=0.25)
+    spans = [span(0, 4), span(9, 1), span(0, 3, num_logits=0)]
+    assert CostModel(SHAPE, profile).step_s(Batch(spans)) == 1.5
 
 
 def test_only_work_and_waiting_for_arrivals_move_the_clock() -> None:
@@ -134,6 +148,25 @@ def test_fitting_recovers_the_speeds_that_made_the_times() -> None:
     assert fitted.kv_bytes_per_s is None or fitted.kv_bytes_per_s > 1e15
 
 
+def test_the_engines_own_time_is_measured_by_the_engines_clocks() -> None:
+    clock = VirtualClock()
+
+    class SlowSampler(ScriptedSampler):
+        def sample(self, logits: object, position: int) -> int:
+            clock.advance(0.125)
+            return 0
+
+    engine = Engine(
+        VirtualExecutor(SHAPE, PROFILE, clock),
+        KVCacheManager(64, 16),
+        clock=clock,
+        new_sampler=lambda request, seed: SlowSampler(),
+    )
+    profile = with_overhead(PROFILE, engine)
+    assert profile.row_s == pytest.approx(0.125)
+    assert profile.step_s == pytest.approx(0, abs=1e-9)
+
+
 def test_fitting_needs_a_step() -> None:
     with pytest.raises(ValueError, match="steps: none was measured"):
         fit_profile("none", [])
@@ -159,6 +192,8 @@ def test_a_profile_is_what_was_saved(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"flops_per_s": 0}, "flops_per_s: 0 is not allowed; it must be above 0"),
+        ({"row_s": -1}, "row_s: -1 is not allowed; it must be 0 or more"),
+        ({"step_s": None}, "step_s: expected a number, got None"),
         ({"span_s": -1}, "span_s: -1 is not allowed; it must be 0 or more"),
         ({"kv_bytes_per_s": "fast"}, "kv_bytes_per_s: expected a number, got 'fast'"),
         ({"gpu": 1}, "expected an object with the fields attention_flops_per_s, flops_per_s"),

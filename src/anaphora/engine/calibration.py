@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 import statistics
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from anaphora.cache import KVCacheManager
-from anaphora.engine.cost_model import HardwareProfile, WorkModel
+from anaphora.engine.cost_model import HardwareProfile, StepWork, WorkModel
 from anaphora.engine.executor import Batch, Span
 from anaphora.engine.loop import Engine
 from anaphora.engine.replay import Arrival, Served, WallClock, replay
@@ -25,7 +25,6 @@ from anaphora.tokens import pack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from anaphora.engine.cost_model import StepWork
     from anaphora.engine.executor import Executor
     from anaphora.engine.replay import Clock
     from anaphora.model.shape import ModelShape
@@ -36,6 +35,9 @@ _DECODE_SPANS = (1, 4, 16, 32)
 _DECODE_CONTEXTS = (64, 512, 2048)
 _MIXED = ((4, 512, 64), (16, 512, 128))
 """Spans that decode, their context, and tokens of a prefill beside them."""
+_NUM_FITTED = len(StepWork._fields) - 1
+_NUM_TOGETHER, _NUM_DECODED = 8, 24
+"""To measure what the engine itself takes: sequences side by side, and tokens of each."""
 
 
 class MeasuredStep(NamedTuple):
@@ -106,14 +108,15 @@ def _batches(shape: ModelShape, num_blocks: int, block_size: int) -> Iterator[Ba
 
 
 def fit_profile(name: str, steps: Sequence[MeasuredStep]) -> HardwareProfile:
-    """Return the speeds that explain the steps best: least squares of the relative errors, none of them negative.
+    """Return the speeds that explain the steps best: least squares of the relative errors, none of them negative. The
+    engine's own share is not in them, see `with_overhead`.
 
     ValueError for no steps at all.
     """
     if not steps:
         raise ValueError("steps: none was measured; the context or the pages are too small for all of them")
-    # Divided by the measured time: a step of 10 ms must be as right as one of 500 ms.
-    rows = np.array([np.array(step.work) / step.seconds for step in steps])
+    # Divided by the measured time: a step of 10 ms must be as right as one of 500 ms. Rows are not drawn from here.
+    rows = np.array([np.array(step.work[:_NUM_FITTED]) / step.seconds for step in steps])
     scale = rows.max(axis=0)
     rows /= np.where(scale > 0, scale, 1)
     costs = np.zeros(rows.shape[1])
@@ -126,7 +129,27 @@ def fit_profile(name: str, steps: Sequence[MeasuredStep]) -> HardwareProfile:
         used = np.delete(used, solution.argmin())
     span_s, *seconds_per = (float(cost) for cost in costs)
     speeds = [1 / cost if cost else None for cost in seconds_per]
-    return HardwareProfile(name, span_s, *speeds)
+    return HardwareProfile(name, span_s, *speeds)  # type: ignore[arg-type]
+
+
+def with_overhead(profile: HardwareProfile, engine: Engine) -> HardwareProfile:
+    """Return the profile with what the idle engine itself takes besides its executor: in a step, and in each row of
+    logits from which it draws a token. Measured by decoding one sequence, and several together."""
+    alone, together = (_overhead_s(engine, num) for num in (1, _NUM_TOGETHER))
+    row_s = max(0.0, (together - alone) / (_NUM_TOGETHER - 1))
+    return replace(profile, step_s=max(0.0, alone - row_s), row_s=row_s)
+
+
+def _overhead_s(engine: Engine, num_sequences: int) -> float:
+    before = engine.stats()
+    sampling = SamplingParams(max_tokens=_NUM_DECODED, temperature=0.0, ignore_eos=True)
+    for i in range(num_sequences):
+        engine.submit(Request(f"overhead-{num_sequences}-{i}", pack([i] * 8), sampling, write_cache=False))
+    while engine.has_work:
+        engine.step()
+    after = engine.stats()
+    own_s = (after.step_s - before.step_s) - (after.execute_s - before.execute_s)
+    return own_s / (after.num_steps - before.num_steps)
 
 
 # -- how well it predicts ------------------------------------------------------------------------------------------
@@ -209,7 +232,7 @@ def calibrate(
     manager.reset()
     progress("timing steps")
     steps = measure_steps(engine.executor, shape, num_blocks=manager.num_blocks, block_size=manager.block_size)
-    profile = fit_profile(engine.executor.numerics_id, steps)
+    profile = with_overhead(fit_profile(engine.executor.numerics_id, steps), engine)
     progress(f"{len(steps)} kinds of steps timed; replaying a trace")
     longest = min(1200, engine.max_request_tokens)
     arrivals = example_arrivals(shape.vocab_size, max_tokens=longest, rate_per_s=rate_per_s)

@@ -1,6 +1,7 @@
 """How long a step takes: from the shape of a model and the speeds of a machine, both plain data.
 
-    step = span_s * spans + weight bytes / speed + matrix FLOPs / speed + attention FLOPs / speed + KV bytes / speed
+    step = step_s + row_s * rows + span_s * spans
+         + weight bytes / speed + matrix FLOPs / speed + attention FLOPs / speed + KV bytes / speed
 
 Every term is linear in something that the batch alone tells, so the speeds can be fitted to measured steps
 (`anaphora.engine.calibration`) or written down from a data sheet. Time is in seconds.
@@ -9,7 +10,8 @@ Every term is linear in something that the batch alone tells, so the speeds can 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class HardwareProfile:
     weight_bytes_per_s: reading the weights, once a step. kv_bytes_per_s: reading the KV of a span, once a span, and
     what spans share by the batch's groups, once for all of them.
     flops_per_s: matrix products with the weights. attention_flops_per_s: queries times keys, weights times values.
+    step_s, row_s: what the engine itself takes, for a step and for each row of logits of which a token is drawn.
     """
 
     name: str
@@ -40,10 +43,13 @@ class HardwareProfile:
     flops_per_s: float | None
     attention_flops_per_s: float | None
     kv_bytes_per_s: float | None
+    step_s: float = 0.0
+    row_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.span_s >= 0:
-            raise ValueError(f"span_s: {self.span_s} is not allowed; it must be 0 or more")
+        for name in ("span_s", "step_s", "row_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is not allowed; it must be 0 or more")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_per_s") and value is not None and not value > 0:
@@ -58,10 +64,12 @@ class HardwareProfile:
         """Read what `save` wrote. ValueError, with the field's name, for anything else."""
         values = json.loads(path.read_text())
         names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != names:
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not isinstance(values, dict) or not needed <= values.keys() <= names:
             raise ValueError(f"{path}: expected an object with the fields {', '.join(sorted(names))}")
         for name, value in values.items():
-            if name != "name" and not isinstance(value, (int, float, type(None))):
+            kinds = (int, float, NoneType) if name.endswith("_per_s") else (int, float)
+            if name != "name" and not isinstance(value, kinds):
                 raise ValueError(f"{path}: {name}: expected a number, got {value!r}")
         return cls(**values)
 
@@ -74,6 +82,7 @@ class StepWork(NamedTuple):
     flops: float
     attention_flops: float
     kv_bytes: float
+    num_rows: int
 
 
 class CostModel:
@@ -88,11 +97,13 @@ class CostModel:
             _inverse(profile.flops_per_s),
             _inverse(profile.attention_flops_per_s),
             _inverse(profile.kv_bytes_per_s),
+            profile.row_s,
         )
 
     def step_s(self, batch: Batch) -> float:
         """Return the seconds that an executor needs for the batch."""
-        return sum(amount * each for amount, each in zip(self._work.of(batch), self._seconds_per, strict=True))
+        work = self._work.of(batch)
+        return self.profile.step_s + sum(amount * each for amount, each in zip(work, self._seconds_per, strict=True))
 
 
 class WorkModel:
@@ -134,6 +145,7 @@ class WorkModel:
             self._flops_per_token * num_tokens + self._flops_per_logits * num_logits,
             self._flops_per_pair * num_pairs,
             self.kv_bytes_per_token * num_read,
+            num_logits,
         )
 
 
