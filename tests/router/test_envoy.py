@@ -169,6 +169,19 @@ def test_a_certificate_of_our_own_makes_it_tls() -> None:
         assert destination_of(first) in router.replicas()
 
 
+def test_a_data_parallel_rank_is_a_header_and_no_part_of_the_endpoint(tmp_path: Path) -> None:
+    with serving_fake() as a:
+        name = a.url.removeprefix("http://")
+        (tmp_path / "replicas").write_text(f"{a.url} ranks=2")
+        with picking(replicas_file=tmp_path / "replicas", ext_proc_endpoints=3) as (router, address):
+            assert set(router.replicas()) == {f"{name}#0", f"{name}#1"}
+            first, *_ = ask(address, headers(subset=[name]), body())
+            assert destination_of(first) == name
+            told = first.request_headers.response.header_mutation.set_headers
+            ranks = [h.header.raw_value for h in told if h.header.key == "x-data-parallel-rank"]
+            assert ranks in ([b"0"], [b"1"])
+
+
 def test_fallbacks_are_named_in_order_where_asked_for(two: Any) -> None:
     a, b, *_ = two
     with picking(a.url, b.url, ext_proc_endpoints=2) as (router, address):

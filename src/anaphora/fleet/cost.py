@@ -56,9 +56,8 @@ class CostPolicy:
             choice = rng.choice(finalists)
         else:
             choice = max(finalists, key=lambda replica: rendezvous_weight(request.head, replica.name))
-        others = [replica.name for _, replica in order if replica is not choice][: self.num_fallbacks]
         return Decision(
-            (choice.name, *others),
+            (choice.name, *self._fallbacks(choice, [replica for _, replica in order])),
             tuple(score for score, _ in order),
             _reason(request, choice, [replica for _, replica in order], len(finalists)),
         )
@@ -79,6 +78,19 @@ class CostPolicy:
             "running": replica.busy * self.running_s,
         }
         return Score(replica.name, sum(parts.values()), parts, replica.matched_tokens)
+
+    def _fallbacks(self, choice: ReplicaView, order: Sequence[ReplicaView]) -> list[str]:
+        """The cheapest others, one at each address: where a server fails, all of its data-parallel ranks do."""
+        addresses = {choice.address or choice.name}
+        names: list[str] = []
+        for replica in order:
+            address = replica.address or replica.name
+            if len(names) == self.num_fallbacks:
+                break
+            if address not in addresses:
+                addresses.add(address)
+                names.append(replica.name)
+        return names
 
     def _candidates(self, replicas: Sequence[ReplicaView], rng: random.Random) -> Sequence[ReplicaView]:
         if len(replicas) <= self.max_candidates:

@@ -21,7 +21,7 @@ def add_route(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar=("URL", "OPTION"),
         help="a replica, say http://10.0.0.5:8000, then, if it publishes KV events, kv-events=tcp://10.0.0.5:5557 and "
-        "kv-replay=tcp://10.0.0.5:5558; may be repeated",
+        "kv-replay=tcp://10.0.0.5:5558, and ranks=N for N data-parallel ranks; may be repeated",
     )
     parser.add_argument(
         "--replicas-file", type=Path, metavar="FILE", help="the same, a replica a line; read again when it changes"
@@ -192,7 +192,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65_535:
         return _fail(f"--port: expected 0 to 65535, got {args.port}", code=2)
     try:
-        replicas = tuple(map(parse_replica, args.replica))
+        replicas = tuple(spec for words in args.replica for spec in parse_replica(words))
         secret = args.salt_secret_file.read_bytes() if args.salt_secret_file else None
     except ValueError as error:
         return _fail(f"--replica: {error}", code=2)

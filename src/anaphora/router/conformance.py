@@ -37,7 +37,8 @@ class Conformance:
 
 
 def endpoints_named(wished: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of `names` (HOST:PORT, IPv6 in brackets) that are wished for: by HOST:PORT, or by HOST, at every port."""
+    """Those of `names` (HOST:PORT, IPv6 in brackets, perhaps #RANK) that are wished for: by HOST:PORT, with all ranks,
+    or by HOST, at every port."""
     exact = {wish.strip() for wish in wished}
     hosts = {wish.strip("[]") for wish in exact}
-    return [name for name in names if name in exact or name.rpartition(":")[0].strip("[]") in hosts]
+    return [name for name in names if name.partition("#")[0] in exact or name.rpartition(":")[0].strip("[]") in hosts]

@@ -24,6 +24,8 @@ _WAITING = (
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage", "trtllm_kv_cache_utilization", "anaphora_kv_usage_ratio")
 _COUNTERS = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "anaphora_prompt_tokens_total")
 _CACHE = {"vllm:cache_config_info", "sglang:cache_config_info"}
+_RANK_LABELS = {"engine", "dp_rank"}
+"""vLLM's name and SGLang's."""
 _LORA = "vllm:lora_requests_info"
 ANAPHORA_BLOCK_SIZE = 16
 
@@ -44,12 +46,17 @@ class EngineMetrics:
     max_adapters: int = 0
 
 
-def read_metrics(text: str) -> EngineMetrics:
-    """Read an exposition in Prometheus's text format; unknown lines are skipped. Several ranks add up."""
+def read_metrics(text: str, rank: int | None = None) -> EngineMetrics:
+    """Read an exposition in Prometheus's text format; unknown lines are skipped.
+
+    rank: of a data-parallel engine: what other ranks say is skipped too. None: several ranks add up.
+    """
     sums: dict[str, float] = {}
     cache: dict[str, str] = {}
     lora: tuple[float, dict[str, str]] = (-1.0, {})
     for name, labels, value in _SAMPLE.findall(text):
+        if rank is not None and any(n in _RANK_LABELS and v != str(rank) for n, v in _LABEL.findall(labels)):
+            continue
         if name in _CACHE:
             cache |= dict(_LABEL.findall(labels))
         try:

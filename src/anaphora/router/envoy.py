@@ -22,7 +22,7 @@ from google.protobuf import struct_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from anaphora.router.conformance import SELECTION_HEADER, endpoints_named
-from anaphora.router.proxy import FOR_THE_ROUTER
+from anaphora.router.proxy import FOR_THE_ROUTER, RANK_HEADER
 from anaphora.router.usage import UsageReader
 from anaphora.server.errors import ApiError
 
@@ -169,8 +169,12 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
         routed.sent_to = names[0]
         self._metrics.prompt_tokens.labels(names[0]).inc(routed.prompt.num_tokens)
         self._metrics.predicted.labels(names[0]).inc(routed.predicted_tokens(names[0]))
-        destination = ",".join(names[: self._num_endpoints])
+        spec = call.trip.replica.spec
+        # A rank is this server's: fallbacks would get its number too.
+        destination = ",".join(names[: self._num_endpoints]) if spec.rank is None else spec.address
         common = self._mutation(call, destination, routed)
+        if spec.rank is not None:
+            common.header_mutation.set_headers.append(_header(RANK_HEADER.decode(), str(spec.rank)))
         metadata = struct_pb2.Struct()
         metadata.update({"envoy.lb": {DESTINATION: destination}})
         if not has_body or call.request_mode == _Mode.FULL_DUPLEX_STREAMED:

@@ -275,7 +275,7 @@ class Fleet:
             adapters_waiting=replica.adapters_waiting,
             max_adapters=replica.max_adapters,
             labels=dict(replica.spec.labels),
-            address=replica.name,
+            address=replica.spec.address,
         )
 
 

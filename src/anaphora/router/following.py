@@ -81,7 +81,9 @@ class Follower:
                 replica.precise_problem = None
                 knowledge.begin_following(name)
             try:
-                knowledge.follow(name, events_of(decode_batch(action.payload)))
+                batch = decode_batch(action.payload)
+                _require_rank(batch.data_parallel_rank, replica.spec.rank)
+                knowledge.follow(name, events_of(batch))
             except WireError as error:
                 self.num_bad_batches += 1
                 replica.precise_problem = f"unreadable KV events: {error}"
@@ -116,3 +118,9 @@ class Follower:
 def _published(spec: ReplicaSpec | None) -> tuple[str | None, str | None, str] | None:
     """Where a replica's events are; its labels may change without a new subscription."""
     return None if spec is None else (spec.kv_events, spec.kv_replay, spec.topic)
+
+
+def _require_rank(told: int | None, expected: int | None) -> None:
+    """Another rank's blocks are in another cache."""
+    if None not in {told, expected} and told != expected:
+        raise WireError(f"they are of data-parallel rank {told}, expected {expected}; kv-events is rank 0's endpoint")

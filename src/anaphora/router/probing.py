@@ -31,6 +31,21 @@ class _ModelList(msgspec.Struct):
     data: list[_ModelCard]
 
 
+class _Answers:
+    """What was asked in one round: ranks of an engine share the answers."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._asked: dict[tuple[str, str], asyncio.Task[tuple[int, bytes]]] = {}
+
+    async def get(self, url: str, path: str) -> tuple[int, bytes]:
+        """Return status and body. Raises as `Upstream.get` does."""
+        task = self._asked.get((url, path))
+        if task is None:
+            task = self._asked[url, path] = asyncio.ensure_future(self._upstream.get(url, path, timeout_s=_TIMEOUT_S))
+        return await task
+
+
 class Prober:
     """Visits every replica once an interval. `interval_s` also bounds how long a dead one is believed alive: twice."""
 
@@ -50,15 +65,16 @@ class Prober:
     async def probe_all(self) -> None:
         """Probe every replica once, all at the same time."""
         replicas = list(self._fleet.replicas.values())
-        await asyncio.gather(*(self.probe(replica) for replica in replicas))
+        answers = _Answers(self._upstream)
+        await asyncio.gather(*(self.probe(replica, answers) for replica in replicas))
         for table in (self._rounds, self._counters):
             for name in table.keys() - self._fleet.replicas.keys():
                 del table[name]
 
-    async def probe(self, replica: Replica) -> None:
+    async def probe(self, replica: Replica, answers: _Answers) -> None:
         """Probe one replica. What it does not offer is left as it was."""
         try:
-            status, _ = await self._upstream.get(replica.spec.url, "/health", timeout_s=_TIMEOUT_S)
+            status, _ = await answers.get(replica.spec.url, "/health")
             is_alive = status < 400 or status == 404
         except (UpstreamError, BadRequestError):
             is_alive = False
@@ -74,25 +90,25 @@ class Prober:
         turn = self._rounds.get(replica.name, 0)
         self._rounds[replica.name] = turn + 1
         if turn % _MODELS_EVERY == 0:
-            await self._ask_models(replica)
-        await self._ask_metrics(replica)
+            await self._ask_models(replica, answers)
+        await self._ask_metrics(replica, answers)
 
-    async def _ask_models(self, replica: Replica) -> None:
+    async def _ask_models(self, replica: Replica, answers: _Answers) -> None:
         try:
-            status, body = await self._upstream.get(replica.spec.url, "/v1/models", timeout_s=_TIMEOUT_S)
+            status, body = await answers.get(replica.spec.url, "/v1/models")
             if status == 200:
                 cards = msgspec.json.decode(body, type=_ModelList).data
                 replica.models = {card.id: card.parent or card.id for card in cards}
         except (UpstreamError, BadRequestError, msgspec.DecodeError):
             pass
 
-    async def _ask_metrics(self, replica: Replica) -> None:
+    async def _ask_metrics(self, replica: Replica, answers: _Answers) -> None:
         try:
-            status, body = await self._upstream.get(replica.spec.url, "/metrics", timeout_s=_TIMEOUT_S)
+            status, body = await answers.get(replica.spec.url, "/metrics")
         except (UpstreamError, BadRequestError):
             return
         if status == 200 and replica.name in self._fleet.replicas:
-            self.take(replica, read_metrics(body.decode(errors="replace")))
+            self.take(replica, read_metrics(body.decode(errors="replace"), replica.spec.rank))
 
     def take(self, replica: Replica, metrics: EngineMetrics) -> None:
         """Note what a replica said."""

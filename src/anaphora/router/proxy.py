@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _RETRYABLE = frozenset({429, 502, 503, 504})
 _PRIVATE = b"x-anaphora-"
 _PREFILLER = b"x-prefiller-host-port"
+RANK_HEADER = b"x-data-parallel-rank"
+"""Chooses among the data-parallel ranks of one vLLM server."""
 _MODEL_HEADERS = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
 FOR_THE_ROUTER = frozenset(
     {
@@ -177,7 +179,8 @@ class Proxy:
             trip = self._fleet.depart(routed, name)
             succeeded = False
             try:
-                answer = await self._upstream.send(replica.spec.url, method, target, headers, body)
+                sent = _for_rank(headers, replica.spec.rank)
+                answer = await self._upstream.send(replica.spec.url, method, target, sent, body)
                 try:
                     if answer.status in _RETRYABLE and not is_last:
                         routed.attempts.append((name, str(answer.status)))
@@ -366,6 +369,12 @@ def _request_headers(scope: Scope) -> RawHeaders:
         headers = [pair for pair in headers if pair[0] != b"x-forwarded-for"]
         headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
     return headers
+
+
+def _for_rank(headers: RawHeaders, rank: int | None) -> RawHeaders:
+    if rank is None:
+        return headers
+    return [*(pair for pair in headers if pair[0] != RANK_HEADER), (RANK_HEADER, b"%d" % rank)]
 
 
 def _with_fields(body: bytes, changed: dict[str, str]) -> bytes:

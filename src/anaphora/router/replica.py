@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ class ReplicaSpec:
 
     url: its root, http or https, without /v1. kv_events, kv_replay: ZMQ endpoints of its events, for precise knowledge.
     labels: for filters of a configuration file.
+    rank: of a data-parallel engine behind the URL, each of which has a cache of its own; None: requests name no rank.
     """
 
     url: str
@@ -34,6 +35,7 @@ class ReplicaSpec:
     kv_replay: str | None = None
     topic: str = ""
     labels: tuple[tuple[str, str], ...] = ()
+    rank: int | None = None
 
     @classmethod
     def of(cls, url: str, **options: str | None) -> ReplicaSpec:
@@ -48,10 +50,36 @@ class ReplicaSpec:
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         return cls(f"{parts.scheme}://{parts.netloc}{path}", **options)  # type: ignore[arg-type]
 
+    def of_ranks(self, num_ranks: int) -> list[ReplicaSpec]:
+        """Return one spec for each data-parallel rank of an engine.
+
+        Rank n publishes at the nth port after rank 0's, as vLLM and SGLang do (vLLM 0.32, `offset_endpoint_port`).
+
+        Raises ValueError for an endpoint without a port, or ports beyond 65535.
+        """
+        return [
+            replace(self, rank=rank, kv_events=_at_rank(self.kv_events, rank), kv_replay=_at_rank(self.kv_replay, rank))
+            for rank in range(num_ranks)
+        ]
+
+    @property
+    def address(self) -> str:
+        """Host and port (and path), which ranks of an engine share."""
+        return self.url.partition("://")[2]
+
     @property
     def name(self) -> str:
-        """Host and port (and path): how the replica is called in headers, metrics and explanations."""
-        return self.url.partition("://")[2]
+        """The address, and the rank: how the replica is called in headers, metrics and explanations."""
+        return self.address if self.rank is None else f"{self.address}#{self.rank}"
+
+
+def _at_rank(endpoint: str | None, rank: int) -> str | None:
+    if endpoint is None:
+        return None
+    head, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or not port.isdecimal() or not 0 < int(port) + rank < 65_536:
+        raise ValueError(f"rank {rank} needs a port: expected tcp://HOST:PORT of rank 0, got {endpoint[:100]!r}")
+    return f"{head}:{int(port) + rank}"
 
 
 @dataclass(slots=True)

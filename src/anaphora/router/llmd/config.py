@@ -307,9 +307,11 @@ def with_events(spec: ReplicaSpec, config: PickerConfig) -> ReplicaSpec:
     """Return the replica with its events where the configuration says that they are published."""
     if config.kv_events_port is None or spec.kv_events is not None:
         return spec
-    host = spec.name.rpartition(":")[0] or spec.name
-    replay = f"tcp://{host}:{config.kv_replay_port}" if config.kv_replay_port else None
-    return ReplicaSpec(spec.url, f"tcp://{host}:{config.kv_events_port}", replay, config.topic, spec.labels)
+    host = spec.address.rpartition(":")[0] or spec.address
+    rank = spec.rank or 0
+    replay = f"tcp://{host}:{config.kv_replay_port + rank}" if config.kv_replay_port else None
+    events = f"tcp://{host}:{config.kv_events_port + rank}"
+    return replace(spec, kv_events=events, kv_replay=replay, topic=config.topic)
 
 
 def _precise_options(parameters: schema.PreciseParameters) -> dict[str, Any]:
