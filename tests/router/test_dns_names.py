@@ -135,7 +135,8 @@ FAILED = DnsError("timed out")
 def test_failures_change_nothing_and_emptiness_is_believed_the_third_time(answers: list, left: set[str]) -> None:
     fleet = Fleet(CostPolicy())
     membership = Membership(fleet, lambda _text: None)
-    source = DnsSource(DnsName("llama", 8000), membership, lookup=Answers(*answers))
+    lost: list[bool] = []
+    source = DnsSource(DnsName("llama", 8000), membership, lookup=Answers(*answers), on_lost=lost.append)
 
     async def test() -> None:
         for _ in answers:
@@ -143,6 +144,7 @@ def test_failures_change_nothing_and_emptiness_is_believed_the_third_time(answer
 
     asyncio.run(test())
     assert set(fleet.replicas) == left
+    assert lost == [answer is FAILED for answer in answers]
 
 
 def test_replicas_that_are_found_have_events_where_they_are_said_to_be() -> None:

@@ -469,5 +469,10 @@ def test_a_router_serves_the_pods_of_a_pool_and_obeys_its_resources(cluster: Fak
             wait_until(router.replicas)
             wait_until(lambda: router.chat("hi", model="chat").status_code == 200)
             assert router.chat("hi", model="chat").headers["x-anaphora-replica"] == f"127.0.0.1:{port}"
+            lost = 'anaphora_router_source_lost{source="kubernetes"}'
+            cluster.is_down = True
+            wait_until(lambda: f"{lost} 1.0" in router.client.get("/metrics").text)
+            cluster.is_down = False
+            wait_until(lambda: f"{lost} 0.0" in router.client.get("/metrics").text)
             cluster.delete(POD_PATH, "a")
             wait_until(lambda: router.chat("hi").status_code == 503)

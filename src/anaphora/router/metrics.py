@@ -72,6 +72,12 @@ class Metrics:
             "compared_predicted_cached_tokens", "Cached tokens predicted for those requests.", "replica"
         )
         self.rewrites = counter("model_rewrites", "Requests whose model was rewritten.", "rewrite", "model")
+        self.source_lost = Gauge(
+            "anaphora_router_source_lost",
+            "1 while those who name replicas cannot be asked.",
+            ["source"],
+            registry=self._registry,
+        )
         self.shed = counter("shed_requests", "Requests refused while saturated.", "priority")
         self.decision_s = Histogram(
             "anaphora_router_decision_seconds", "Time to decide.", buckets=_SECONDS, registry=self._registry

@@ -153,7 +153,7 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
     membership = Membership(fleet, _say)
     membership.set("list", specs, quietly=True)
     try:
-        background += _sources(options, config, membership, admission, rewrites)
+        background += _sources(options, config, membership, admission, rewrites, metrics)
     except FileError as error:
         raise RouteError(str(error)) from None
     if len(background) > 1 or any(replica.spec.kv_events for replica in fleet.replicas.values()):
@@ -180,6 +180,7 @@ def _sources(
     membership: Membership,
     admission: Admission,
     rewrites: ModelRewrites,
+    metrics: Metrics,
 ) -> list[Callable[[], Awaitable[None]]]:
     """Read the files now, and return what goes on following files, names and clusters."""
     jobs: list[Callable[[], Awaitable[None]]] = []
@@ -192,9 +193,11 @@ def _sources(
             jobs.append(file.watch)
     events = _event_ports(options, config)
     for name in options.dns:
-        jobs.append(DnsSource(name, membership, interval_s=options.dns_interval_s, events=events).run)
+        lost = metrics.source_lost.labels(name.text).set
+        source = DnsSource(name, membership, interval_s=options.dns_interval_s, events=events, on_lost=lost)
+        jobs.append(source.run)
     if options.cluster is not None:
-        jobs += _cluster_jobs(options.cluster, events, membership, admission, rewrites)
+        jobs += _cluster_jobs(options.cluster, events, membership, admission, rewrites, metrics)
     if options.resources_file is not None:
         pool = options.cluster.pool_name if options.cluster is not None else None
 
@@ -231,6 +234,7 @@ def _cluster_jobs(
     membership: Membership,
     admission: Admission,
     rewrites: ModelRewrites,
+    metrics: Metrics,
 ) -> list[Callable[[], Awaitable[None]]]:
     from anaphora.router.kubernetes.api import ApiAccess, ApiServer, NotInClusterError, own_namespace  # noqa: PLC0415
     from anaphora.router.kubernetes.inference import InferenceResources  # noqa: PLC0415 - needs httpx
@@ -243,7 +247,7 @@ def _cluster_jobs(
             access = ApiAccess(cluster.api_url, cluster.token_file, cluster.ca_file, own_namespace())
     except NotInClusterError as error:
         raise RouteError(str(error)) from None
-    api = ApiServer(access)
+    api = ApiServer(access, metrics.source_lost.labels("kubernetes").set)
     namespace = cluster.namespace or api.namespace
     if cluster.pool_name is None:
         selection = Selection(cluster.selector or "", cluster.ports)

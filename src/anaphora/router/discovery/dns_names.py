@@ -59,7 +59,7 @@ class DnsSource:
     A lookup that fails changes nothing. An answer that names nobody counts once it came three times in a row: a name
     server that has just started has no records either, and replicas that are gone fail their health checks anyway.
 
-    lookup: returns (address, port) pairs; raises DnsError.
+    lookup: returns (address, port) pairs; raises DnsError. on_lost: called with whether the last one failed.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class DnsSource:
         interval_s: float = DEFAULT_INTERVAL_S,
         events: EventPorts | None = None,
         lookup: Callable[[], Awaitable[Sequence[tuple[str, int]]]] | None = None,
+        on_lost: Callable[[bool], None] = lambda _is_lost: None,
     ) -> None:
         self._name = name
         self._membership = membership
         self._interval_s = interval_s
         self._events = events
         self._lookup = lookup or _lookup_of(name)
+        self._on_lost = on_lost
         self._num_empty = 0
         self._has_failed = False
 
@@ -93,8 +95,10 @@ class DnsSource:
             if not self._has_failed:
                 log.warning("%s: %s; its replicas stay as they are", self._name.text, error)
             self._has_failed = True
+            self._on_lost(True)
             return
         self._has_failed = False
+        self._on_lost(False)
         self._num_empty = 0 if found else self._num_empty + 1
         if found or self._num_empty >= _EMPTY_ANSWERS_TO_BELIEVE:
             self._membership.set(f"dns {self._name.text}", [self._spec(*pair) for pair in sorted(set(found))])

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +141,14 @@ class WatchLines:
 
 
 class ApiServer:
-    """A client of one API server. Raises KubernetesError throughout."""
+    """A client of one API server. Raises KubernetesError throughout.
 
-    def __init__(self, access: ApiAccess) -> None:
+    on_lost: called with True when it cannot be asked any more, with False when it can again.
+    """
+
+    def __init__(self, access: ApiAccess, on_lost: Callable[[bool], None] = lambda _is_lost: None) -> None:
         self._access = access
+        self._on_lost = on_lost
         self._client: httpx.AsyncClient | None = None
         self._is_lost = False
 
@@ -208,12 +212,14 @@ class ApiServer:
         """Whoever asks has an answer. Says so if it could not be had before."""
         if self._is_lost:
             self._is_lost = False
+            self._on_lost(False)
             log.warning("%s: the Kubernetes API answers again", self._access.url)
 
     def lost(self, error: KubernetesError) -> None:
         """Whoever asks has no answer. Says so once."""
         if not self._is_lost:
             self._is_lost = True
+            self._on_lost(True)
             log.warning("%s: %s; what is known stays in force", self._access.url, error)
 
     async def close(self) -> None:
