@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from anaphora.lab.commands.options import note
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from anaphora.lab.importers.prometheus import Metrics
     from anaphora.lab.live.diagnosis import Diagnosis
+    from anaphora.lab.live.events import EventWatch
 
 
 _WATCH_S = 10.0
@@ -21,31 +23,40 @@ _WATCH_S = 10.0
 
 def explain_url(args: argparse.Namespace, url: str) -> tuple[int, float | None]:
     """Ask a live server; print what was found. The exit code, and the hit rate if it is known. Raises LogError."""
-    from anaphora.lab.importers import LogError
     from anaphora.lab.live.diagnosis import diagnose
-    from anaphora.lab.live.server import fetch_config, fetch_json, fetch_metrics
+    from anaphora.lab.live.server import fetch_config, fetch_metrics
 
     root = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics").rstrip("/")
     interval = args.interval or (_WATCH_S if args.kv_events else 0.0)
     earlier = fetch_metrics(root) if interval else None
-    events = None
-    if interval:
-        from anaphora.lab.live.events import source_of, watch
-
-        source = source_of(fetch_json(f"{root}/kv_event_sources"), root)
-        if args.kv_events and args.kv_events != "auto":
-            source = (args.kv_events, args.kv_events_replay, "")
-        if source is None and args.kv_events:
-            raise LogError(f"{root}: it does not tell where its KV events are: --kv-events tcp://HOST:PORT")
-        if source is None:
-            note(f"waiting {interval:g} s for a second scrape")
-            time.sleep(interval)
-        else:
-            note(f"following the KV events at {source[0]} for {interval:g} s")
-            events = watch(*source, interval)
+    events = _follow(args, root, interval) if interval else None
     metrics = fetch_metrics(root)
     found = diagnose(metrics, fetch_config(root, metrics), earlier, events)
     return _show(args, root, found, metrics, earlier)
+
+
+def _follow(args: argparse.Namespace, root: str, interval: float) -> EventWatch | None:
+    """Let the interval pass, and follow the server's KV events meanwhile where it has some; without being asked for
+    only where that can be done, since ZMQ and msgspec are optional."""
+    from anaphora.lab.importers import LogError
+
+    if args.kv_events or (find_spec("zmq") and find_spec("msgspec")):
+        from anaphora.lab.live.events import source_of, watch
+        from anaphora.lab.live.server import fetch_json
+
+        source: tuple[str, str | None, str] | None
+        if args.kv_events and args.kv_events != "auto":
+            source = (args.kv_events, args.kv_events_replay, "")
+        else:
+            source = source_of(fetch_json(f"{root}/kv_event_sources"), root)
+        if source is not None:
+            note(f"following the KV events at {source[0]} for {interval:g} s")
+            return watch(*source, interval)
+        if args.kv_events:
+            raise LogError(f"{root}: it does not tell where its KV events are: --kv-events tcp://HOST:PORT")
+    note(f"waiting {interval:g} s for a second scrape")
+    time.sleep(interval)
+    return None
 
 
 def explain_metrics(args: argparse.Namespace) -> tuple[int, float | None]:
