@@ -222,7 +222,7 @@ class EndpointPicker(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]  
             call.trip.answered(is_stream=call.is_stream)
         response = pb.HeadersResponse()
         if self._conformance is not None and call.trip is not None:
-            for name, value in self._conformance.response_headers(call.trip.replica.name, _served(message)):
+            for name, value in self._conformance.response_headers(call.trip.replica.spec.address, _served(message)):
                 response.response.header_mutation.set_headers.append(_header(name, value))
         return response
 
