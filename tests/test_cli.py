@@ -124,7 +124,8 @@ def test_calibrate_writes_a_profile_and_says_how_well_it_predicts(tmp_path: Path
     completed = run("calibrate", model, "--executor", "reference", "--kv-memory", "4MiB", "--rate", "50", "--out", out)
     assert completed.returncode == 0, completed.stderr
     assert set(json.loads(out.read_text())) == {
-        "name", "span_s", "weight_bytes_per_s", "flops_per_s", "attention_flops_per_s", "kv_bytes_per_s"
+        "name", "span_s", "weight_bytes_per_s", "flops_per_s", "attention_flops_per_s", "kv_bytes_per_s",
+        "host_bytes_per_s",
     }  # fmt: skip
     assert completed.stdout.splitlines()[-1].startswith("48 requests; cached tokens of each: ")
 

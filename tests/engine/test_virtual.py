@@ -186,6 +186,10 @@ def test_a_profile_is_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PER_SPAN.save(path)
     assert HardwareProfile.load(path) == PER_SPAN
+    older = json.loads(path.read_text())
+    del older["host_bytes_per_s"]
+    path.write_text(json.dumps(older))
+    assert HardwareProfile.load(path) == PER_SPAN
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def test_requests_that_come_one_by_one_find_what_the_cache_alone_does(path: Path
     alone = count(trace.prompts, CacheReplay(4000, block_size, trace.unit), block_size)
     assert (outcome.cached_tokens, outcome.prompt_tokens) == (alone.num_cached_tokens, trace.num_tokens)
     assert outcome.output_tokens == 2 * len(trace.prompts)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_host_memory_serves_what_the_cache_alone_says_and_costs_the_time_to_move_it(path: Path, index: Any) -> None:
+    trace = trace_of(path, 16)
+    capacity = max(-(-(p.num_tokens + 2) // 16) for p in trace.prompts) + 3
+    free = HardwareProfile("fast", 1e-6, None, None, None, None)
+    slow = replace(free, host_bytes_per_s=1e3)
+    setting = EngineSetting(capacity, index=index, host_blocks=4000)
+    without, outcome, slowed = (
+        run_engines(trace, each, SHAPE, profile)
+        for each, profile in ((replace(setting, host_blocks=0), free), (setting, free), (setting, slow))
+    )
+    assert without.host_cached_tokens == 0 < outcome.host_cached_tokens
+    assert outcome.cached_tokens > without.cached_tokens
+    # As much as a cache that holds everything.
+    assert outcome.cached_tokens == run_engines(trace, EngineSetting(4000, index=index), SHAPE, free).cached_tokens
+    assert sum(slowed.ttft_s) > 2 * sum(outcome.ttft_s)
+    assert outcome.as_dict()["cached_tokens_by_tier"] == {
+        "device": outcome.cached_tokens - outcome.host_cached_tokens,
+        "host": outcome.host_cached_tokens,
+    }
 
 
 def test_without_a_cache_nothing_is_found_and_all_is_answered(path: Path) -> None:
@@ -94,6 +117,13 @@ class TestCommand:
         runs: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["runs"]
         assert runs[0]["hit_rate"] > 0 == runs[1]["hit_rate"]
         assert runs[0]["ttft_s"]["p50"] <= runs[1]["ttft_s"]["p50"]
+
+    def test_host_memory_has_columns_of_its_own(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--engine", "--model", "SmolLM2-135M-Instruct", "--capacity", "200MiB"]
+        assert main(["simulate", str(path), "--limit", "6", *options, "--host-capacity", "0", "2GiB"]) == 0
+        header, *_ = (line for line in capsys.readouterr().out.splitlines() if "policy" in line)
+        assert "host blocks" in header
+        assert "from host" in header
 
     @pytest.mark.parametrize(
         ("options", "message"),

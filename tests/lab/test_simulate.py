@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anaphora import Namespace
+from anaphora.cache.options import IndexKind
 from anaphora.cli import main
 from anaphora.lab.commands.options import FORMAT_NAMES
 from anaphora.lab.encoding import EstimatingEncoder
@@ -144,6 +145,22 @@ def test_nothing_beats_the_optimum_and_the_optimum_never_the_unbounded(
     assert bounded.num_cached_tokens <= best.num_cached_tokens <= unbounded.num_cached_tokens
 
 
+@settings(max_examples=200, deadline=None)
+@given(ids=PROMPTS, capacity=st.integers(1, 8), host=st.integers(1, 12), index=st.sampled_from(["radix", "hash"]))
+def test_host_memory_adds_hits_and_one_that_holds_everything_loses_none(
+    ids: list[list[int]], capacity: int, host: int, index: IndexKind
+) -> None:
+    fits = [p for p in as_prompts(ids) if p.num_units <= capacity]
+    unbounded = count(fits, CacheReplay(200, 1, 1), 1)
+    alone, ample, bounded = (
+        count(fits, CacheReplay(capacity, 1, 1, index=index, host_blocks=blocks), 1) for blocks in (0, 200, host)
+    )
+    assert ample.num_cached_tokens == unbounded.num_cached_tokens
+    assert ample.num_host_tokens == ample.num_cached_tokens - alone.num_cached_tokens
+    assert alone.num_host_tokens == 0 <= bounded.num_host_tokens <= bounded.num_cached_tokens
+    assert bounded.num_cached_tokens <= unbounded.num_cached_tokens
+
+
 @settings(max_examples=100, deadline=None)
 @given(ids=PROMPTS, num=st.integers(1, 4), routing=st.sampled_from(["round-robin", "session", "prefix"]))
 def test_a_fleet_finds_no_more_than_one_cache_and_by_prefix_as_much(
@@ -262,6 +279,19 @@ class TestCommand:
         assert main(["simulate", str(small), "--capacity", "192MiB", "--model", "Llama-3.1-8B", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["runs"][0]["setting"]["capacity_blocks"] == 3
 
+    def test_host_memory_is_told_by_tier(self, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--capacity", "4", "--host-capacity", "0", "10", "--jobs", "1"]
+        assert main(["simulate", str(small), *options, "--json"]) == 0
+        without, with_host = json.loads(capsys.readouterr().out)["runs"]
+        assert without["cached_tokens_by_tier"] == {"device": without["cached_tokens"], "host": 0}
+        by_tier = with_host["cached_tokens_by_tier"]
+        assert by_tier["device"] == without["cached_tokens"]
+        assert by_tier["device"] + by_tier["host"] == with_host["cached_tokens"] == 7 * 512
+        assert main(["simulate", str(small), *options]) == 0
+        header, *_ = (line for line in capsys.readouterr().out.splitlines() if "policy" in line)
+        assert "host blocks" in header
+        assert "from host" in header
+
     def test_pictures_and_a_page_that_asks_the_network_for_nothing(
         self, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -283,6 +313,10 @@ class TestCommand:
             (["--count", "listed", "--block-size", "16"], "its own block size"),
             (["--index", "hash", "--policy", "lfu"], "lru alone"),
             (["--format", "azure"], "none with content"),
+            (["--host-capacity", "10"], "--host-capacity: needs --capacity"),
+            (["--capacity", "9", "--host-capacity", "unbounded"], "--host-capacity: needs a bound"),
+            (["--capacity", "9", "--host-capacity", "1GiB"], "--host-capacity: a size in bytes needs --model"),
+            (["--capacity", "9", "--host-capacity", "9", "--policy", "optimum"], "optimum has no host memory"),
         ],
     )
     def test_what_cannot_be_done_says_so(

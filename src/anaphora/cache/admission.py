@@ -123,7 +123,8 @@ class Admission:
             stats.queries += sequence.num_tokens
             stats.hits += num_hit_tokens
             if host_blocks:
-                stats.host_hits += len(host_blocks) * block_size
+                sequence.num_host_tokens = len(host_blocks) * block_size
+                stats.host_hits += sequence.num_host_tokens
         return True
 
     def _load(self, sequence: Sequence, host_blocks: array[int], num_new: int) -> int:

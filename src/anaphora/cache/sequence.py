@@ -35,6 +35,7 @@ class Sequence(Prefix):
     tokens: packed int32 ids, prompt and generated ones. bytes until the first append, then a bytearray.
     num_tokens: how many.
     num_computed_tokens: how many leading tokens have their KV in `block_table`'s blocks.
+    num_host_tokens: of the tokens that its first admission found cached, those that came back from host memory.
     state: waiting (not admitted yet), running, preempted (gave its blocks back), finished.
     read_cache, write_cache: whether it may use, and whether it may leave, cached blocks.
     """
@@ -51,6 +52,7 @@ class Sequence(Prefix):
         "manager",
         "media",
         "num_computed_tokens",
+        "num_host_tokens",
         "num_indexed_blocks",
         "num_prompt_tokens",
         "num_shared_blocks",
@@ -97,7 +99,7 @@ class Sequence(Prefix):
         """One block id per block, in order. A buffer view of it expires at the next allocate."""
         self.block_tables = NO_TABLES
         """One table per layer group, `block_table` first. A window group's has 0 where the window has left."""
-        self.num_computed_tokens = self.priority = self._num_cached_tokens = 0
+        self.num_computed_tokens = self.priority = self._num_cached_tokens = self.num_host_tokens = 0
         self.part_of = 0
         """The block whose beginning was copied at admission, for a hit inside a block."""
         self.index_state: Any = None

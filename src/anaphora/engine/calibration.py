@@ -15,7 +15,7 @@ import numpy as np
 
 from anaphora.cache import KVCacheManager
 from anaphora.engine.cost_model import HardwareProfile, StepWork, WorkModel
-from anaphora.engine.executor import Batch, Span
+from anaphora.engine.executor import Batch, KeepsHostBlocks, Span
 from anaphora.engine.loop import Engine
 from anaphora.engine.replay import Arrival, Served, WallClock, replay
 from anaphora.engine.request import Request, SamplingParams
@@ -233,10 +233,36 @@ def calibrate(
     progress("timing steps")
     steps = measure_steps(engine.executor, shape, num_blocks=manager.num_blocks, block_size=manager.block_size)
     profile = with_overhead(fit_profile(engine.executor.numerics_id, steps), engine)
+    profile = replace(profile, host_bytes_per_s=measure_host_bytes_per_s(engine, shape))
     progress(f"{len(steps)} kinds of steps timed; replaying a trace")
     longest = min(1200, engine.max_request_tokens)
     arrivals = example_arrivals(shape.vocab_size, max_tokens=longest, rate_per_s=rate_per_s)
     return profile, compare(engine, shape, profile, arrivals)
+
+
+def measure_host_bytes_per_s(engine: Engine, shape: ModelShape, clock: Clock | None = None) -> float | None:
+    """Return how fast an idle engine's executor moves KV to host memory and back, the median of several times; None if
+    it does not.
+
+    What the engine had there is overwritten: its cache must be empty.
+    """
+    executor, manager = engine.executor, engine.manager
+    if not isinstance(executor, KeepsHostBlocks):
+        return None
+    now = clock or WallClock()
+    num_blocks = min(64, manager.num_blocks, manager.num_host_blocks or 64)
+    if not manager.num_host_blocks:
+        executor.allocate_host(num_blocks)
+    pairs = [(block, block) for block in range(1, num_blocks + 1)]
+    num_bytes = num_blocks * manager.block_size * WorkModel(shape).kv_bytes_per_token
+    executor.save_blocks(pairs)  # pages are touched for the first time
+    seconds = []
+    for _ in range(9):
+        started = now()
+        executor.save_blocks(pairs)
+        executor.load_blocks(pairs)
+        seconds.append((now() - started) / 2)
+    return num_bytes / max(statistics.median(seconds), 1e-9)
 
 
 def example_arrivals(

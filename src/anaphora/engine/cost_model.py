@@ -32,7 +32,8 @@ class HardwareProfile:
 
     span_s: what every span of a batch takes besides (queueing, norms, small kernels), in seconds.
     weight_bytes_per_s: reading the weights, once a step. kv_bytes_per_s: reading the KV of a span, once a span, and
-    what spans share by the batch's groups, once for all of them.
+    what spans share by the batch's groups, once for all of them. host_bytes_per_s: moving KV to host memory or back,
+    before a step.
     flops_per_s: matrix products with the weights. attention_flops_per_s: queries times keys, weights times values.
     step_s, row_s: what the engine itself takes, for a step and for each row of logits of which a token is drawn.
     """
@@ -45,6 +46,7 @@ class HardwareProfile:
     kv_bytes_per_s: float | None
     step_s: float = 0.0
     row_s: float = 0.0
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("span_s", "step_s", "row_s"):
@@ -104,6 +106,10 @@ class CostModel:
         """Return the seconds that an executor needs for the batch."""
         work = self._work.of(batch)
         return self.profile.step_s + sum(amount * each for amount, each in zip(work, self._seconds_per, strict=True))
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Return the seconds that moving the KV of so many tokens to host memory, or back, takes."""
+        return self._work.kv_bytes_per_token * num_tokens * _inverse(self.profile.host_bytes_per_s)
 
 
 class WorkModel:

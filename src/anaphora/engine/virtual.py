@@ -67,11 +67,24 @@ class VirtualExecutor:
         self.layer_groups = (LayerGroup(tuple(range(shape.num_layers)), WorkModel(shape).kv_bytes_per_token),)
         self._shape, self._costs = shape, CostModel(shape, profile)
         self._clock = clock
+        self._block_size = 0
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Nothing to allocate. What groups share of blocks is read once."""
         self._costs = CostModel(self._shape, self._costs.profile, block_size)
+        self._block_size = block_size
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Nothing to allocate."""
+
+    def save_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Let the time pass that this takes."""
+        self._clock.advance(self._costs.transfer_s(len(pairs) * self._block_size))
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The same."""
+        self.save_blocks(pairs)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing to copy, and nothing that it would cost: a block is small beside a step."""

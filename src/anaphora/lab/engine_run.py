@@ -32,8 +32,9 @@ QueueOrderName = Literal["fcfs", "lpm", "dfs", "fair"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """One run. capacity_blocks: of each replica. has_cache: False computes every prompt anew.
+    """One run. capacity_blocks: of each replica. host_blocks: of each, for what it evicts.
 
+    has_cache: False computes every prompt anew.
     speed: arrivals come so many times sooner than in the trace; None: all at once.
     routing: round-robin or session, which do not depend on what the replicas hold.
     """
@@ -49,11 +50,13 @@ class EngineSetting:
     max_num_batched_tokens: int = 8192
     speed: float | None = 1.0
     has_cache: bool = True
+    host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """What a run tells. Times in virtual seconds. num_refused: prompts that do not fit a replica's memory."""
+    """What a run tells. Times in virtual seconds. num_refused: prompts that do not fit a replica's memory.
+    host_cached_tokens: of the cached ones those that came back from host memory."""
 
     setting: EngineSetting
     num_requests: int
@@ -64,6 +67,7 @@ class EngineOutcome:
     preemptions: int
     duration_s: float
     ttft_s: list[float]
+    host_cached_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -88,6 +92,10 @@ class EngineOutcome:
         quantiles = {f"p{round(100 * q)}": self.ttft_quantile(q) for q in (0.5, 0.9, 0.99)}
         return values | {
             "hit_rate": self.hit_rate,
+            "cached_tokens_by_tier": {
+                "device": self.cached_tokens - self.host_cached_tokens,
+                "host": self.host_cached_tokens,
+            },
             "output_tokens_per_s": self.output_tokens_per_s,
             "ttft_s": quantiles,
         }
@@ -108,12 +116,17 @@ def run_engines(trace: Trace, setting: EngineSetting, shape: ModelShape, profile
         key = crc32((prompt.session or "").encode("utf-8", "replace")) if is_sticky else number
         dealt[key % setting.replicas].append((number, prompt))
     served: list[Served] = []
-    preemptions = 0
+    preemptions = host_cached_tokens = 0
     duration = 0.0
     for prompts in dealt:
         clock = VirtualClock()
         manager = KVCacheManager(
-            setting.capacity_blocks, setting.block_size, index=setting.index, eviction=setting.policy, clock=clock
+            setting.capacity_blocks,
+            setting.block_size,
+            index=setting.index,
+            eviction=setting.policy,
+            host_blocks=setting.host_blocks,
+            clock=clock,
         )
         executor = VirtualExecutor(shape, profile, clock)
         # A trace's ids are names, not words: any int32 will do. Nobody looks at the logits.
@@ -129,6 +142,7 @@ def run_engines(trace: Trace, setting: EngineSetting, shape: ModelShape, profile
         )
         served += replay(engine, clock, [_arrival(n, p, trace.unit, setting) for n, p in prompts])
         preemptions += engine.stats().num_preemptions
+        host_cached_tokens += engine.stats().host_cached_tokens
         duration = max(duration, clock())
     return EngineOutcome(
         setting,
@@ -140,6 +154,7 @@ def run_engines(trace: Trace, setting: EngineSetting, shape: ModelShape, profile
         preemptions,
         duration,
         [each.ttft_s for each in served],
+        host_cached_tokens,
     )
 
 
@@ -173,21 +188,26 @@ def tokens_of(prompt: Prompt, unit: int) -> bytes:
 
 
 def engine_table(outcomes: Sequence[EngineOutcome]) -> Table:
-    """A row for each run."""
-    header = ["policy", "order", "replicas", "blocks a replica", "hit rate", "TTFT p50 s", "p90 s", "p99 s",
-              "output tokens/s", "preemptions", "refused"]  # fmt: skip
+    """A row for each run; with host memory in one of them, its size and how much came from there."""
+    has_host = any(outcome.setting.host_blocks for outcome in outcomes)
+    header = ["policy", "order", "replicas", "blocks a replica", *(["host blocks"] if has_host else []), "hit rate",
+              *(["from host"] if has_host else []), "TTFT p50 s", "p90 s", "p99 s", "output tokens/s", "preemptions",
+              "refused"]  # fmt: skip
     rows = []
     for outcome in outcomes:
         s = outcome.setting
         times = [outcome.ttft_quantile(share) for share in (0.5, 0.9, 0.99)]
         rate = outcome.output_tokens_per_s
+        from_host = outcome.host_cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else None
         rows.append(
             [
                 s.policy if s.has_cache else "no cache",
                 s.queue_order,
                 f"{s.replicas}",
                 f"{s.capacity_blocks:,}",
+                *([f"{s.host_blocks:,}"] if has_host else []),
                 percent(outcome.hit_rate),
+                *([percent(from_host)] if has_host else []),
                 *("unknown" if time_s is None else f"{time_s:,.3f}" for time_s in times),
                 "unknown" if rate is None else f"{rate:,.0f}",
                 f"{outcome.preemptions:,}",
@@ -197,10 +217,14 @@ def engine_table(outcomes: Sequence[EngineOutcome]) -> Table:
     return Table(header, rows)
 
 
+def _name(setting: EngineSetting) -> str:
+    if not setting.has_cache:
+        return "no cache"
+    host = f", {setting.host_blocks:,} host" if setting.host_blocks else ""
+    return f"{setting.capacity_blocks:,} {setting.policy}{host}"
+
+
 def ttft_picture(outcomes: Sequence[EngineOutcome]) -> str | None:
     """The share of requests whose first token came within a time, a line for each run."""
-    samples = {
-        f"{o.setting.capacity_blocks:,} {o.setting.policy}" if o.setting.has_cache else "no cache": o.ttft_s
-        for o in outcomes
-    }
+    samples = {_name(o.setting): o.ttft_s for o in outcomes}
     return draw_distribution("time to first token", samples, "seconds; share of requests served within")

@@ -23,6 +23,9 @@ _NEVER = 1 << 60
 class Optimum:
     """Serves the prompts that it was given, in that order, with `num_blocks` blocks of `block_size` tokens."""
 
+    last_host_tokens = 0
+    """It has no host memory."""
+
     def __init__(
         self, prompts: Sequence[Prompt], num_blocks: int, block_size: int, unit: int, counting: Counting = "engine"
     ) -> None:

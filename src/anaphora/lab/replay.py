@@ -24,7 +24,12 @@ Routing = Literal["round-robin", "session", "prefix"]
 
 
 class Cache(Protocol):
-    """Serves requests one by one."""
+    """Serves requests one by one. last_host_tokens: of the last one's cached tokens those that were in host memory."""
+
+    @property
+    def last_host_tokens(self) -> int:
+        """See there."""
+        ...
 
     def serve(self, prompt: Prompt) -> int:
         """Serve one request to its end; return how many of its tokens were cached."""
@@ -35,6 +40,7 @@ class CacheReplay:
     """One replica's `KVCacheManager`, driven by a trace's requests, one at a time.
 
     num_blocks, block_size: of the cache, block_size in tokens. unit: tokens in a unit of the trace.
+    host_blocks: of host memory, for what the cache evicts.
     A prompt that is longer than the whole cache is computed, and what fits of it is kept.
     """
 
@@ -47,6 +53,7 @@ class CacheReplay:
         index: IndexKind = "radix",
         eviction: str | EvictionPolicy = "lru",
         counting: Counting = "engine",
+        host_blocks: int = 0,
     ) -> None:
         if block_size % unit:
             raise ValueError(f"block_size: expected a multiple of the trace's unit, {unit}, got {block_size}")
@@ -58,8 +65,14 @@ class CacheReplay:
         # A prompt of listed blocks gets one more token that nobody has, so that its last block may be a hit.
         num_blocks += self._is_listed
         self.manager = KVCacheManager(
-            num_blocks, block_size // unit, index=index, eviction=eviction, clock=lambda: self._now_s
+            num_blocks,
+            block_size // unit,
+            index=index,
+            eviction=eviction,
+            host_blocks=host_blocks,
+            clock=lambda: self._now_s,
         )
+        self.last_host_tokens = 0
         self._max_units = num_blocks * (block_size // unit)
         self._next_unique = MAX_TOKEN_ID
 
@@ -78,10 +91,13 @@ class CacheReplay:
         is_admitted = manager.allocate(sequence, num_units - sequence.num_cached_tokens)
         assert is_admitted, "nobody holds a block, so there is room"
         num_cached = sequence.num_computed_tokens
+        num_cached_tokens = self._tokens(prompt, num_cached)
+        self.last_host_tokens = num_cached_tokens - self._tokens(prompt, num_cached - sequence.num_host_tokens)
+        manager.take_transfers()  # there are no pages
         if num_kept > num_cached:
             manager.commit(sequence, num_kept - num_cached)
         manager.finish(sequence)
-        return self._tokens(prompt, num_cached)
+        return num_cached_tokens
 
     def _units(self, prompt: Prompt) -> tuple[bytes, int]:
         """The prompt in units as the cache sees it, and how many of them are computed and kept."""
@@ -115,12 +131,14 @@ class Fleet:
         self.replicas = replicas
         self._routing = routing
         self._num_dealt = 0
+        self.last_host_tokens = 0
         self._work = [0] * len(replicas)
 
     def serve(self, prompt: Prompt) -> int:
         """Serve one request where it is routed."""
         chosen = self._choose(prompt)
         num_cached = self.replicas[chosen].serve(prompt)
+        self.last_host_tokens = self.replicas[chosen].last_host_tokens
         self._work[chosen] += prompt.num_tokens - num_cached
         return num_cached
 
@@ -144,11 +162,13 @@ class Fleet:
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked and what was found, in tokens and in blocks."""
+    """What was asked and what was found, in tokens and in blocks. num_host_tokens: of the cached ones those in host
+    memory."""
 
     num_requests: int = 0
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
     num_blocks: int = 0
     num_cached_blocks: int = 0
 
@@ -162,11 +182,12 @@ class Counts:
         """Cached blocks over all; None where there are none."""
         return self.num_cached_blocks / self.num_blocks if self.num_blocks else None
 
-    def add(self, prompt: Prompt, num_cached: int, block_size: int, counting: Counting) -> None:
+    def add(self, prompt: Prompt, num_cached: int, block_size: int, counting: Counting, num_host: int = 0) -> None:
         """Count one request. Blocks are whole ones under "engine", all listed ones under "listed"."""
         self.num_requests += 1
         self.num_tokens += prompt.num_tokens
         self.num_cached_tokens += num_cached
+        self.num_host_tokens += num_host
         num_listed = -(-prompt.num_tokens // block_size)
         self.num_blocks += num_listed if counting == "listed" else prompt.num_tokens // block_size
         self.num_cached_blocks += -(-num_cached // block_size)
@@ -186,5 +207,5 @@ def count(
     for number, prompt in enumerate(prompts):
         num_cached = cache.serve(prompt)
         if number >= first:
-            counts.add(prompt, num_cached, block_size, counting)
+            counts.add(prompt, num_cached, block_size, counting, cache.last_host_tokens)
     return counts

@@ -25,7 +25,7 @@ OPTIMUM = "optimum"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run. capacity_blocks: of each replica; None: never evicts."""
+    """One run. capacity_blocks: of each replica; None: never evicts. host_blocks: of each, for what it evicts."""
 
     capacity_blocks: int | None = None
     policy: str = "lru"
@@ -35,11 +35,13 @@ class Setting:
     index: IndexKind = "radix"
     counting: Counting = "engine"
     measure_after: float = 0.0
+    host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run found. Rates are None where nothing was asked. balance: most work of a replica over the average."""
+    """What a run found. Rates are None where nothing was asked. host_cached_tokens: of the cached ones those that were
+    in host memory. balance: most work of a replica over the average."""
 
     setting: Setting
     num_requests: int
@@ -49,6 +51,7 @@ class Outcome:
     cached_blocks: int
     evicted_blocks: int | None
     balance: float | None
+    host_cached_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -63,20 +66,27 @@ class Outcome:
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         values: dict[str, object] = asdict(self)
-        return values | {"hit_rate": self.hit_rate, "block_hit_rate": self.block_hit_rate}
+        by_tier = {"device": self.cached_tokens - self.host_cached_tokens, "host": self.host_cached_tokens}
+        rates = {"hit_rate": self.hit_rate, "block_hit_rate": self.block_hit_rate}
+        return values | rates | {"cached_tokens_by_tier": by_tier}
 
 
 def settings_of(
-    capacities: Sequence[int | None], policies: Sequence[str], replicas: Sequence[int], common: Setting
+    capacities: Sequence[int | None],
+    policies: Sequence[str],
+    replicas: Sequence[int],
+    common: Setting,
+    host_capacities: Sequence[int] = (0,),
 ) -> list[Setting]:
-    """Every combination. A cache that never evicts needs no policy, and runs once."""
+    """Every combination. A cache that never evicts needs no policy and no host memory, and runs once."""
     found = []
-    for capacity, policy, num in product(capacities, policies, replicas):
-        if capacity is None and policy != policies[0]:
+    for capacity, host, policy, num in product(capacities, host_capacities, policies, replicas):
+        if capacity is None and (policy != policies[0] or host != host_capacities[0]):
             continue
-        if policy == OPTIMUM and (num > 1 or capacity is None):
+        if policy == OPTIMUM and (num > 1 or capacity is None or host):
             continue
-        found.append(replace(common, capacity_blocks=capacity, policy=policy, replicas=num))
+        host_blocks = 0 if capacity is None else host
+        found.append(replace(common, capacity_blocks=capacity, policy=policy, replicas=num, host_blocks=host_blocks))
     return found
 
 
@@ -110,7 +120,8 @@ def run_stream(trace: Trace, prompts: Iterable[Prompt], settings: Sequence[Setti
         if not fleets:
             fleets = [_fleet(setting, setting.capacity_blocks or 0, trace.unit) for setting in settings]
         for setting, fleet, counts in zip(settings, fleets, counted, strict=True):
-            counts.add(prompt, fleet.serve(prompt), setting.block_size, setting.counting)
+            num_cached = fleet.serve(prompt)
+            counts.add(prompt, num_cached, setting.block_size, setting.counting, fleet.last_host_tokens)
     if not fleets:
         return []
     return [_outcome(*each) for each in zip(settings, counted, fleets, strict=True)]
@@ -126,6 +137,7 @@ def _fleet(setting: Setting, per_replica: int, unit: int) -> Fleet:
             index=setting.index,
             eviction=policy,
             counting=setting.counting,
+            host_blocks=setting.host_blocks,
         )
         for _ in range(setting.replicas)
     ]
@@ -142,6 +154,7 @@ def _outcome(setting: Setting, counts: Counts, fleet: Fleet | None) -> Outcome:
         counts.num_cached_blocks,
         None if fleet is None else sum(replica.manager.stats().evicted_blocks for replica in fleet.replicas),
         fleet.balance if fleet is not None and setting.replicas > 1 else None,
+        counts.num_host_tokens,
     )
 
 
@@ -180,13 +193,15 @@ def _run_taken(setting: Setting) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome], bytes_per_token: int | None = None) -> Table:
-    """A row for each run."""
+    """A row for each run; with host memory in one of them, its size and what came from there."""
+    has_host = any(outcome.setting.host_blocks for outcome in outcomes)
     header = [
         "policy",
         "replicas",
         "blocks a replica",
         "tokens a replica",
         *(["GiB a replica"] if bytes_per_token else []),
+        *(["host blocks"] if has_host else []),
     ]
     rows = []
     for outcome in outcomes:
@@ -196,18 +211,26 @@ def table(outcomes: Sequence[Outcome], bytes_per_token: int | None = None) -> Ta
         sizes = ["unbounded", "unbounded"] if tokens is None else [f"{blocks:,}", f"{tokens:,}"]
         if bytes_per_token:
             sizes.append("unbounded" if tokens is None else f"{tokens * bytes_per_token / 2**30:,.2f}")
+        if has_host:
+            sizes.append(f"{setting.host_blocks:,}")
         rows.append(
             [
                 "-" if blocks is None else setting.policy,
                 f"{setting.replicas}",
                 *sizes,
                 f"{outcome.cached_tokens:,}",
+                *([f"{outcome.host_cached_tokens:,}"] if has_host else []),
                 f"{outcome.prompt_tokens:,}",
                 percent(outcome.hit_rate),
                 percent(outcome.block_hit_rate),
             ]
         )
-    return Table([*header, "cached tokens", "prompt tokens", "hit rate", "in blocks"], rows)
+    from_host = ["from host"] if has_host else []
+    return Table([*header, "cached tokens", *from_host, "prompt tokens", "hit rate", "in blocks"], rows)
+
+
+def _name(setting: Setting) -> str:
+    return f"{setting.policy}, {setting.host_blocks:,} host" if setting.host_blocks else setting.policy
 
 
 def pictures(outcomes: Sequence[Outcome], bytes_per_token: int | None = None) -> dict[str, str]:
@@ -219,7 +242,7 @@ def pictures(outcomes: Sequence[Outcome], bytes_per_token: int | None = None) ->
         by_policy: dict[str, dict[int, float]] = {}
         for outcome in single:
             capacity = outcome.setting.capacity_blocks or 0
-            by_policy.setdefault(outcome.setting.policy, {})[capacity] = outcome.hit_rate or 0.0
+            by_policy.setdefault(_name(outcome.setting), {})[capacity] = outcome.hit_rate or 0.0
         block_size = outcomes[0].setting.block_size
         if bytes_per_token:
             scale, label = block_size * bytes_per_token / 2**30, "GiB of KV a replica; share of prompt tokens cached"
@@ -236,7 +259,7 @@ def pictures(outcomes: Sequence[Outcome], bytes_per_token: int | None = None) ->
             if setting.policy == OPTIMUM:
                 continue
             blocks = setting.capacity_blocks
-            name = "unbounded" if blocks is None else f"{blocks:,} {setting.policy}"
+            name = "unbounded" if blocks is None else f"{blocks:,} {_name(setting)}"
             by_capacity.setdefault(name, {})[setting.replicas] = outcome.hit_rate or 0.0
         lines = {name: [row[n] for n in numbers] for name, row in by_capacity.items() if len(row) == len(numbers)}
         label = f"replicas, {outcomes[0].setting.routing}; share of prompt tokens cached"

@@ -49,17 +49,17 @@ class Capacity(NamedTuple):
     amount: float | None
     unit: str
 
-    def in_blocks(self, block_size: int, bytes_per_token: int | None) -> int | None:
-        """Whole blocks. Raises ValueError for bytes of an unknown model, or less than a block."""
+    def in_blocks(self, block_size: int, bytes_per_token: int | None, option: str = "--capacity") -> int | None:
+        """Whole blocks. ValueError, by the option's name, for bytes of an unknown model, or less than a block."""
         if self.amount is None:
             return None
         tokens = self.amount * (block_size if self.unit == "blocks" else 1)
         if self.unit == "bytes":
             if bytes_per_token is None:
-                raise ValueError("--capacity: a size in bytes needs --model or --kv-bytes-per-token")
+                raise ValueError(f"{option}: a size in bytes needs --model or --kv-bytes-per-token")
             tokens = self.amount / bytes_per_token
         if tokens < block_size:
-            raise ValueError(f"--capacity: less than one block of {block_size} tokens")
+            raise ValueError(f"{option}: less than one block of {block_size} tokens")
         return int(tokens // block_size)
 
 

@@ -39,6 +39,9 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=capacity, nargs="+", default=None, metavar="SIZE",
                         help="of each replica: blocks (3000), tokens (3Mtokens), bytes (24GiB), or unbounded; "
                              "several for a sweep (default: unbounded)")  # fmt: skip
+    parser.add_argument("--host-capacity", type=capacity, nargs="+", default=None, metavar="SIZE",
+                        help="of host memory, for what each replica evicts, as --capacity has it; 0 for none; several "
+                             "for a sweep (default: none)")  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="for sizes in bytes: a model's name in the table, or its path")
     parser.add_argument("--kv-bytes-per-token", type=positive, metavar="N", help="the same, as a number")
     parser.add_argument("--policy", nargs="+", choices=_POLICIES, default=["lru"], metavar="NAME",
@@ -97,11 +100,12 @@ def _simulate(args: argparse.Namespace) -> int:
         return fail("--count: listed needs a trace that names blocks, at its own block size", code=2)
     try:
         capacities = _capacities(args, trace, bytes_per_token)
+        host_capacities = _host_capacities(args, trace, bytes_per_token)
     except ValueError as error:
         return fail(str(error), code=2)
     if args.engine:
-        return _simulate_engines(args, trace, capacities)
-    settings = settings_of(capacities, args.policy, args.replicas, _common(args, trace))
+        return _simulate_engines(args, trace, capacities, host_capacities)
+    settings = settings_of(capacities, args.policy, args.replicas, _common(args, trace), host_capacities)
     outcomes = sweep(trace, settings, args.jobs or os.cpu_count() or 1)
     return _tell(args, trace, log, outcomes, bytes_per_token)
 
@@ -109,6 +113,20 @@ def _simulate(args: argparse.Namespace) -> int:
 def _capacities(args: argparse.Namespace, trace: Trace, bytes_per_token: int | None) -> list[int | None]:
     sizes = args.capacity or [capacity("unbounded")]
     return [size.in_blocks(trace.block_size, bytes_per_token) for size in sizes]
+
+
+def _host_capacities(args: argparse.Namespace, trace: Trace, bytes_per_token: int | None) -> list[int]:
+    """Blocks. Raises ValueError."""
+    found = []
+    for size in args.host_capacity or []:
+        if size.amount is None:
+            raise ValueError("--host-capacity: needs a bound")
+        found.append(size.in_blocks(trace.block_size, bytes_per_token, "--host-capacity") or 0 if size.amount else 0)
+    if any(found) and "optimum" in args.policy:
+        raise ValueError("--policy: optimum has no host memory")
+    if any(found) and args.capacity is None:
+        raise ValueError("--host-capacity: needs --capacity, since a cache without a bound evicts nothing")
+    return found or [0]
 
 
 def _common(args: argparse.Namespace, trace: Trace) -> Setting:
@@ -137,7 +155,11 @@ def _simulate_stream(args: argparse.Namespace, log: Log, encoder: Encoder, bytes
         return fail(f"{args.log}: no request with content")
     try:
         settings = settings_of(
-            _capacities(args, trace, bytes_per_token), args.policy, args.replicas, _common(args, trace)
+            _capacities(args, trace, bytes_per_token),
+            args.policy,
+            args.replicas,
+            _common(args, trace),
+            _host_capacities(args, trace, bytes_per_token),
         )
         outcomes = run_stream(trace, chain([first], prompts), settings)
     except ValueError as error:
@@ -171,7 +193,9 @@ def _tell(
     return 0
 
 
-def _simulate_engines(args: argparse.Namespace, trace: Trace, capacities: list[int | None]) -> int:
+def _simulate_engines(
+    args: argparse.Namespace, trace: Trace, capacities: list[int | None], host_capacities: list[int]
+) -> int:
     from dataclasses import replace
 
     from anaphora.lab.engine_run import EngineSetting, engine_table, run_engines, ttft_picture
@@ -194,14 +218,15 @@ def _simulate_engines(args: argparse.Namespace, trace: Trace, capacities: list[i
     settings = [
         EngineSetting(
             size, policy, num, trace.block_size, args.routing, args.index, args.queue_order,
-            args.max_num_seqs, args.max_num_batched_tokens, speed,
+            args.max_num_seqs, args.max_num_batched_tokens, speed, host_blocks=host,
         )
         for size in bounded
+        for host in host_capacities
         for policy in args.policy
         for num in args.replicas
     ]  # fmt: skip
     if args.beside_no_cache:
-        settings.append(replace(settings[-1], has_cache=False))
+        settings.append(replace(settings[-1], has_cache=False, host_blocks=0))
     try:
         shape, profile = model_shape(args.model), hardware(args.hardware)
         outcomes = []
