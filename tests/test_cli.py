@@ -125,7 +125,7 @@ def test_calibrate_writes_a_profile_and_says_how_well_it_predicts(tmp_path: Path
     assert completed.returncode == 0, completed.stderr
     assert set(json.loads(out.read_text())) == {
         "name", "span_s", "weight_bytes_per_s", "flops_per_s", "attention_flops_per_s", "kv_bytes_per_s",
-        "host_bytes_per_s",
+        "step_s", "row_s", "host_bytes_per_s",
     }  # fmt: skip
     assert completed.stdout.splitlines()[-1].startswith("48 requests; cached tokens of each: ")
 
