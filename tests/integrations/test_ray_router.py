@@ -137,6 +137,23 @@ def test_a_replica_that_is_full_by_its_own_word_comes_after_those_with_room() ->
     in_world(test)
 
 
+def test_events_are_not_followed_where_tokens_are_estimated() -> None:
+    async def test(world: World) -> None:
+        told = {"kv_events": "tcp://127.0.0.1:9", "num_blocks": 10, "block_size": 32, "max_running": 7}
+        world.replicas["a"].replica_metadata = {"anaphora": told, "others": 1}
+        world.router.update_replicas(list(world.replicas.values()))
+        replica = world.router._fleet.replicas["a"]
+        assert replica.spec.kv_events is None
+        assert replica.max_running == 7
+        first = world.call({"prompt": LONG})
+        home = await world.send(first)
+        world.complete(first, home)
+        assert world.router._fleet.knowledge.kind(home) == "approximate"
+        assert await world.send(world.call({"prompt": LONG})) == home
+
+    in_world(test)
+
+
 def test_a_refused_call_is_sent_again_and_counts_once() -> None:
     async def test(world: World) -> None:
         pending = world.call({"prompt": LONG})

@@ -23,7 +23,7 @@ from anaphora.model import load_model
 from anaphora.router.fleet_state import Fleet
 from anaphora.router.following import Follower
 from anaphora.router.model_text import load_text_side
-from anaphora.router.prompt import ModelPrompts
+from anaphora.router.prompt import ModelPrompts, TextEstimate
 from anaphora.router.replica import ReplicaSpec
 from anaphora.router.route import RouteOptions, build_app
 from anaphora.server.app import OpenAIServer
@@ -184,6 +184,23 @@ def test_bytes_that_are_no_events_are_survived() -> None:
         eventually(lambda: w.has(5) == 1)
         assert w.follower.num_bad_batches == 1
         assert w.kind() == "partial"
+
+
+def test_where_tokens_are_estimated_events_are_not_followed_and_what_was_sent_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with publishing_server(write_gguf_model(tmp_path / "tiny.gguf", max_context=2048)) as a:
+        app = build_app(RouteOptions(replicas=(a,), probe_s=0.05), TextEstimate())
+        assert "not followed without --model" in capsys.readouterr().err
+        with running(app) as (_, url), httpx.Client(base_url=url, timeout=20) as client:
+            router = LiveRouter(url, app, client)
+            said = "What is the capital of France? " * 8
+            for _ in range(2):
+                response = router.chat(said, model="tiny", max_tokens=2)
+                time.sleep(0.2)
+            assert int(response.headers["x-anaphora-predicted-cached-tokens"]) > 0
+            (shown,) = router.replicas().values()
+            assert shown["knowledge"] == "approximate"
 
 
 def test_a_real_vllm_servers_messages_are_understood() -> None:

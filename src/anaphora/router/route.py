@@ -156,7 +156,11 @@ def build_app(options: RouteOptions, prompts: PromptSource, policy: Policy | Non
         background += _sources(options, config, membership, admission, rewrites, metrics)
     except FileError as error:
         raise RouteError(str(error)) from None
-    if len(background) > 1 or any(replica.spec.kv_events for replica in fleet.replicas.values()):
+    has_events = any(replica.spec.kv_events for replica in fleet.replicas.values())
+    if isinstance(prompts, TextEstimate):  # events name the engine's tokens, in which an estimate finds nothing
+        if has_events:
+            _say("anaphora: KV events are not followed without --model: prompts are known as text, events as tokens")
+    elif len(background) > 1 or has_events:
         background.append(_follower(fleet).run)
     in_progress = InProgress()
     if options.ext_proc is not None:

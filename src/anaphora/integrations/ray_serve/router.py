@@ -90,9 +90,9 @@ class _Attempt:
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is optional, and no part of the type check
     """Sends a call where its prompt costs the fleet least time: see `CostPolicy`.
 
-    What a replica's cache holds is known from its KV events where it publishes them (`EngineReplica` does), and
-    otherwise from the calls that went there, with as many blocks as it has. How busy it is comes from Ray: the queue
-    length that it reports with every call that it takes or refuses, and the calls of this handle.
+    What a replica's cache holds is known from its KV events where it publishes them (`EngineReplica` does) and the
+    model is given, and otherwise from the calls that went there, with as many blocks as it has. How busy it is comes
+    from Ray: the queue length that it reports with every call that it takes or refuses, and the calls of this handle.
 
     Nothing on a call's way waits for an actor. Where Ray's entry of a queue length is missing or too old, the calls of
     this handle stand for it; a replica that is full all the same refuses, and the call goes to the next one. Only when
@@ -128,6 +128,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is optional, and
             num_blocks=num_blocks,
             index_bytes=index_bytes,
         )
+        self._is_exact = model is not None
         self._prompts: PromptSource = TextEstimate() if model is None else _model_prompts(model)
         self._attempts: dict[str, list[_Attempt]] = {}
         self._doubtful: set[ReplicaID] = set()
@@ -150,7 +151,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is optional, and
         for replica in replicas:
             facts = told[_name(replica.replica_id)] = ReplicaFacts.of(replica.replica_metadata)
             url = f"ray://{_name(replica.replica_id)}"
-            specs.append(ReplicaSpec(url, facts.kv_events, facts.kv_replay, facts.topic))
+            is_followed = self._is_exact  # events name tokens, which estimates have not
+            specs.append(ReplicaSpec(url, facts.kv_events if is_followed else None, facts.kv_replay, facts.topic))
         self._fleet.reconcile(specs)
         for running in replicas:
             name = _name(running.replica_id)
