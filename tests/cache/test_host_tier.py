@@ -8,7 +8,7 @@ import pytest
 
 from anaphora import KVCacheManager, MediaSpan, Namespace
 from anaphora.cache.events import HOST, BlockRemoved, BlockStored
-from anaphora.cache.transfers import Transfer
+from anaphora.cache.transfers import Transfer, Transfers
 from tests.cache.conftest import BLOCK_SIZE
 from tests.cache.paged_memory import PagedMemory, fingerprint
 
@@ -227,6 +227,15 @@ def test_what_the_device_has_too_goes_before_what_it_has_not(device: Callable[..
     assert [served.manager.match(prompt) for prompt in prompts] == [12] * 5
 
 
+def test_what_is_being_loaded_gives_no_room_to_what_the_load_evicts(device: Callable[..., Device]) -> None:
+    served = device(host_blocks=6)
+    for tokens in (A, B, range(201, 214)):
+        served.serve(tokens)
+    assert served.serve(A) == 12  # the oldest in host memory, which is full
+    assert served.manager.match(B) == 0
+    assert served.manager.match(range(201, 214)) == 12
+
+
 def test_of_more_than_there_is_room_for_the_head_stays(device: Callable[..., Device]) -> None:
     served = device(num_blocks=6, host_blocks=2)
     served.serve(range(1, 22))
@@ -343,3 +352,24 @@ def test_without_a_host_tier_transfers_are_copies() -> None:
     manager.append(child, [3])
     manager.allocate(child, 1)
     assert manager.take_transfers() == [Transfer("copy", [(parent.block_table[0], child.block_table[0])])]
+
+
+def test_a_save_that_nobody_reads_before_the_next_is_left_out() -> None:
+    transfers = Transfers()
+    for kind, source, target in (("save", 1, 1), ("save", 2, 2), ("copy", 5, 1), ("save", 3, 1)):
+        transfers.add(kind, source, target)  # type: ignore[arg-type]
+    needed = [Transfer("save", [(2, 2)]), Transfer("copy", [(5, 1)]), Transfer("save", [(3, 1)])]
+    assert transfers.pending() == needed
+    assert transfers.take() == needed
+    assert transfers.take() == []
+
+
+def test_a_save_that_is_loaded_before_the_next_is_made() -> None:
+    transfers = Transfers()
+    for kind, source, target in (("save", 1, 1), ("save", 2, 1), ("load", 1, 4), ("save", 3, 1)):
+        transfers.add(kind, source, target)  # type: ignore[arg-type]
+    assert transfers.take() == [
+        Transfer("save", [(2, 1)]),
+        Transfer("load", [(1, 4)]),
+        Transfer("save", [(3, 1)]),
+    ]
