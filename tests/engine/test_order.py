@@ -191,6 +191,7 @@ def test_lpm_starves_a_prefix_that_nobody_shares_and_fair_does_not() -> None:
 
 @settings(max_examples=400, deadline=None)
 @example([("push", [0, 0], None), ("push", [0], None), ("push", [0, 0], None), ("admit",), ("back", 0)], 1, 0, 1)
+@example([("push", [0, 0], None), ("admit",), ("push", [0], None), ("back", 0), ("push", [0, 0, 0], None)], 1, 0, 1)
 @given(actions=actions, max_overtakes=st.integers(1, 4), share=st.sampled_from([0, 0.5, 1]), quantum=st.integers(1, 20))
 def test_under_fair_at_most_so_many_later_arrivals_go_before_any_request(
     actions: list[tuple[object, ...]], max_overtakes: int, share: float, quantum: int

@@ -38,12 +38,17 @@ _MANY_ACCOUNTS = 4096
 
 
 class _Round:
-    """Requests that are served before those of the next round. first_arrival: of those that it was begun for."""
+    """Requests that are served before those of the next round.
 
-    def __init__(self, manager: KVCacheManager, first_arrival: int) -> None:
+    first_arrival: of the one that it was begun for. is_closed: whether nobody new may join, as those in it have had
+    their share of being overtaken.
+    """
+
+    def __init__(self, manager: KVCacheManager, first_arrival: int, *, is_closed: bool = False) -> None:
         self.by_prefix = LongestPrefixOrder(manager)
         self.num_joined = 0
         self.first_arrival = first_arrival
+        self.is_closed = is_closed
 
 
 class FairOrder:
@@ -148,12 +153,12 @@ class FairOrder:
         for each in reversed(self._rounds):
             if each.first_arrival <= arrival:
                 return each
-        self._rounds.appendleft(_Round(self._manager, arrival))
+        self._rounds.appendleft(_Round(self._manager, arrival, is_closed=True))
         return self._rounds[0]
 
     def _newest_round(self, arrival: int) -> _Round:
         capacity = max(self._max_overtakes, int(self._share * len(self._round_of)))
-        if not self._rounds or self._rounds[-1].num_joined >= capacity:
+        if not self._rounds or self._rounds[-1].is_closed or self._rounds[-1].num_joined >= capacity:
             self._rounds.append(_Round(self._manager, arrival))
         return self._rounds[-1]
 
