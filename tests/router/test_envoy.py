@@ -370,7 +370,7 @@ def test_behind_a_real_envoy_conversations_stay_where_their_prefix_is(two: Any, 
     a, b, router, address = two
     with envoy(address, tmp_path) as url:
         client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        for user in range(4):
+        for user in range(12):  # enough for both replicas to get some: who takes a new prompt is decided by hashing
             prompt = f"{user} {LONG}"
             cached = []
             for turn in ("", " more", " more and more"):
