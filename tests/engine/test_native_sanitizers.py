@@ -34,9 +34,11 @@ from anaphora.engine.native import NativeExecutor, library
 from anaphora.model import LoraAdapter, LowRank
 from anaphora.model.lora import projection_sizes
 from tests.engine.dense_model import FAMILIES, LLAMA, random_weights
-from tests.engine.test_native_stored import KINDS, SHAPE, stored_weights
 
 library.FLAGS = (*library.FLAGS, "-g", "-O1", *sys.argv[2:])
+# It loads the library, so not before.
+from tests.engine.test_native_stored import KINDS, SHAPE, stored_weights
+
 tokens = np.random.default_rng(0).integers(0, 53, 700, np.int32)
 
 
