@@ -95,6 +95,13 @@ def test_an_answer_passes_byte_for_byte(two: Any) -> None:
     assert routed == direct
 
 
+def test_an_answer_has_the_replicas_date_and_no_second_one(two: Any) -> None:
+    router, *_ = two
+    response = router.complete("abc")
+    assert response.status_code == 200
+    assert len(response.headers.get_list("date")) == 1
+
+
 def test_a_stream_passes_chunk_by_chunk(two: Any) -> None:
     router, a, b = two
     a.engine.executor.gate.clear()

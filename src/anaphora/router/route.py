@@ -311,6 +311,7 @@ def make_server(
         grace_s=drain_s,
         http=RouterProtocol,
         loop="auto",
+        dates=False,
     )
 
 

@@ -99,6 +99,7 @@ class Server(uvicorn.Server):
         request has finished, so that new ones can be told to go elsewhere; without it none are from then on.
     on_waiting: called with the number of requests that are going on, where the end has to wait for them.
     http: the protocol class of a connection. loop: the event loop, by uvicorn's name for it.
+    dates: whether answers get a `date`; not where they bring their own.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Server(uvicorn.Server):
         grace_s: float | None = None,
         http: type[asyncio.Protocol] = ApiProtocol,
         loop: Literal["asyncio", "auto"] = "asyncio",
+        dates: bool = True,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -122,6 +124,7 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                date_header=dates,
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
