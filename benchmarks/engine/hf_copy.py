@@ -29,7 +29,7 @@ _LAYER = {
 
 
 def write_hf_copy(model: Model, folder: Path) -> None:
-    """Write config.json and bf16 weights; no tokenizer, since benchmarks speak in ids.
+    """Write config.json and bf16 weights; no tokenizer, since the executors' benchmark speaks in ids.
 
     Raises ValueError for a model that is not a plain Llama with tied embeddings.
     """
@@ -61,6 +61,21 @@ def write_hf_copy(model: Model, folder: Path) -> None:
             if array is not None:
                 tensors[f"model.layers.{number}.{_LAYER[field.name]}.weight"] = array
     _write_safetensors(tensors, folder / "model.safetensors")
+
+
+def write_tokenizer(model: Model, folder: Path) -> None:
+    """Write tokenizer.json, and its configuration with the chat template."""
+    tokenizer = model.tokenizer
+    tokenizer.save(folder / "tokenizer.json")
+    end = tokenizer.decode([tokenizer.eos_token_ids[0]], skip_special_tokens=False)
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": model.shape.max_context,
+        "chat_template": model.chat_template.source if model.chat_template else None,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
 
 
 def _write_safetensors(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:

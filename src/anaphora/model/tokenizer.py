@@ -8,6 +8,7 @@ import re
 from array import array
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -51,6 +52,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids that have a token, added ones included. A model's own vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def save(self, path: Path) -> None:
+        """Write the pipeline as a tokenizer.json."""
+        self._backend.save(str(path))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, None if there is none."""

@@ -90,7 +90,8 @@ def native_paths() -> tuple[str, ...]:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the library, compiled first (some 10 s, with a line in the log) if the cache folder does not have it.
+    """Return the library, compiled first if the cache folder does not have it: half a minute of CPU time, with a line
+    in the log.
 
     Raises:
         NativeUnavailableError: there is no compiler, it failed, or the cache folder cannot be written.
@@ -132,7 +133,7 @@ def _digest(compiler: str, units: dict[str, tuple[str, ...]]) -> str:
 
 def _build(compiler: str, units: dict[str, tuple[str, ...]], target: Path) -> None:
     """Compile in a folder of its own and rename, so that two processes at once do not meet."""
-    log.warning("compiling the native executor with %s, once; this takes about 10 s", compiler)
+    log.warning("compiling the native executor with %s, once; this takes half a minute of CPU time", compiler)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
         processes = []

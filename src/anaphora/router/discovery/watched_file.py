@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _RELOAD_S = 1.0
+_SETTLE_S = 0.1
+"""A file that changes within this time is still being written."""
 
 
 class FileError(Exception):
@@ -35,22 +37,29 @@ class WatchedFile(Generic[_T]):
     def load(self) -> None:
         """Read the file now. Raises FileError."""
         try:
-            state = self._path.stat()
-            self._seen = (state.st_mtime_ns, state.st_size)
+            self._seen = self._state()
             content = self._read(self._path)
         except (OSError, ValueError) as error:
             raise FileError(f"{self._path}: {error}") from None
         self._use(content)
 
+    def _state(self) -> tuple[int, int] | None:
+        """What changes when the file does; None while there is none, as it is being replaced perhaps."""
+        try:
+            state = self._path.stat()
+        except OSError:
+            return None
+        return state.st_mtime_ns, state.st_size
+
     async def watch(self) -> None:
         """Read it again whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(_RELOAD_S)
-            try:
-                state = self._path.stat()
-            except OSError:
-                continue  # being replaced, perhaps
-            if self._seen == (state.st_mtime_ns, state.st_size):
+            state = self._state()
+            if state in {None, self._seen}:
+                continue
+            await asyncio.sleep(_SETTLE_S)
+            if self._state() != state:
                 continue
             try:
                 self.load()
