@@ -148,8 +148,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="the profile (default: %(default)s)"
     )
-    parser.add_argument("--rate", type=float, default=4.0, metavar="R",
-                        help="requests a second of the trace that checks it (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--rate", type=float, metavar="R",
+                        help="requests a second of the trace that checks it (default: busy half the time)")  # fmt: skip
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -338,7 +338,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from anaphora.model import ModelError
     from anaphora.server.loading import OptionError, load_engine
 
-    if not args.rate > 0:
+    if args.rate is not None and not args.rate > 0:
         return _fail(f"--rate: expected a number above 0, got {args.rate}", code=2)
     try:
         _note("loading the model")

@@ -12,10 +12,10 @@ import pytest
 from anaphora import KVCacheManager
 from anaphora.engine.calibration import (
     MeasuredStep,
+    StepTimer,
     compare,
     example_arrivals,
     fit_profile,
-    measure_steps,
     with_overhead,
 )
 from anaphora.engine.cost_model import CostModel, HardwareProfile, WorkModel
@@ -139,10 +139,9 @@ def test_the_virtual_run_finds_the_cached_tokens_that_the_real_one_finds() -> No
 def test_fitting_recovers_the_speeds_that_made_the_times() -> None:
     truth = HardwareProfile("truth", 0.002, 3e9, 5e9, 7e8, None)
     clock = VirtualClock()
-    steps = measure_steps(
-        VirtualExecutor(SHAPE, truth, clock), SHAPE, num_blocks=600, block_size=16, max_rounds=1, clock=clock
-    )
-    fitted = fit_profile("fitted", steps)
+    timer = StepTimer(VirtualExecutor(SHAPE, truth, clock), SHAPE, num_blocks=600, block_size=16, clock=clock)
+    timer.run(1)
+    fitted = fit_profile("fitted", timer.steps)
     for name in ("span_s", "weight_bytes_per_s", "flops_per_s", "attention_flops_per_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=1e-6)
     assert fitted.kv_bytes_per_s is None or fitted.kv_bytes_per_s > 1e15

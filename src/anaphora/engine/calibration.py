@@ -1,6 +1,6 @@
 """Calibration: the speeds of this machine and executor, fitted to steps that were measured, and how well they predict.
 
-measure_steps -> fit_profile -> HardwareProfile -> a VirtualExecutor -> compare with the real one on the same trace
+StepTimer -> fit_profile -> HardwareProfile -> a VirtualExecutor -> compare with the real one on the same trace
 """
 
 from __future__ import annotations
@@ -35,51 +35,62 @@ _DECODE_SPANS = (1, 4, 16, 32)
 _DECODE_CONTEXTS = (64, 512, 2048)
 _MIXED = ((4, 512, 64), (16, 512, 128))
 """Spans that decode, their context, and tokens of a prefill beside them."""
+_NUM_ROUNDS, _NUM_RUNS = 2, 3
+"""Rounds of timing before the trace that checks a profile and after each of its runs: a machine that others use too is
+not as fast in one minute as in the next."""
+_BUSY_SHARE = 0.5
+"""How much of the time the trace that checks a profile keeps the engine busy."""
 _NUM_FITTED = len(StepWork._fields) - 1
 _NUM_TOGETHER, _NUM_DECODED = 8, 24
 """To measure what the engine itself takes: sequences side by side, and tokens of each."""
 
 
 class MeasuredStep(NamedTuple):
-    """What a step had to do, and the mean of the seconds that it took."""
+    """What a step had to do, and the median of the seconds that it took."""
 
     work: StepWork
     seconds: float
 
 
-def measure_steps(
-    executor: Executor,
-    shape: ModelShape,
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_seconds: float = 20.0,
-    max_rounds: int = 20,
-    clock: Callable[[], float] | None = None,
-) -> list[MeasuredStep]:
-    """Time steps of many kinds on pages that are allocated already, overwriting what is in them.
+class StepTimer:
+    """Times steps of many kinds on pages that are allocated already, overwriting what is in them.
 
-    Kind after kind, round after round, so that a busy moment spoils no one kind; no round begins after `max_seconds`,
-    the first one excepted. Means, since what a request waits for is a sum of steps, slow ones included. Kinds that do
-    not fit context or pages are left out.
+    Round by round, each kind once in a round, so that a busy moment spoils no one kind. Kinds that do not fit context
+    or pages are left out. Making one is a round that does not count: in it pages are touched for the first time.
     """
-    now = clock or WallClock()
-    work = WorkModel(shape)
-    batches = list(_batches(shape, num_blocks, block_size))
-    times: list[list[float]] = [[] for _ in batches]
-    for batch in batches[:1]:  # threads start, caches fill
-        executor.execute(batch)
-    began = now()
-    for num_round in range(max_rounds):
-        if num_round and now() - began > max_seconds:
-            break
-        for batch, of_batch in zip(batches, times, strict=True):
-            started = now()
+
+    def __init__(
+        self,
+        executor: Executor,
+        shape: ModelShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._executor = executor
+        self._work = WorkModel(shape)
+        self._clock = clock or WallClock()
+        self._batches = list(_batches(shape, num_blocks, block_size))
+        self._times: list[list[float]] = [[] for _ in self._batches]
+        for batch in self._batches:
             executor.execute(batch)
-            of_batch.append(now() - started)
-    return [
-        MeasuredStep(work.of(batch), statistics.fmean(of_batch)) for batch, of_batch in zip(batches, times, strict=True)
-    ]
+
+    def run(self, num_rounds: int) -> None:
+        """Time every kind so many times more."""
+        for _ in range(num_rounds):
+            for batch, times in zip(self._batches, self._times, strict=True):
+                started = self._clock()
+                self._executor.execute(batch)
+                times.append(self._clock() - started)
+
+    @property
+    def steps(self) -> list[MeasuredStep]:
+        """The kinds, with the medians of all rounds."""
+        return [
+            MeasuredStep(self._work.of(batch), statistics.median(times))
+            for batch, times in zip(self._batches, self._times, strict=True)
+        ]
 
 
 def _batches(shape: ModelShape, num_blocks: int, block_size: int) -> Iterator[Batch]:
@@ -157,10 +168,15 @@ def _overhead_s(engine: Engine, num_sequences: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The same arrivals on the real executor and on the virtual one. Times are in seconds."""
+    """The same arrivals on the real executor, once or several times, and on the virtual one. Times are in seconds."""
 
-    real: list[Served]
+    runs: list[list[Served]]
     virtual: list[Served]
+
+    @property
+    def real(self) -> list[Served]:
+        """The real runs as one: of each request the one with the median time to first token (the upper of two)."""
+        return [sorted(each, key=lambda record: record.ttft_s)[len(each) // 2] for each in zip(*self.runs, strict=True)]
 
     @property
     def ttft_error(self) -> float:
@@ -178,8 +194,9 @@ class Comparison:
 
     @property
     def has_equal_cached_tokens(self) -> bool:
-        """Whether every single request found as many tokens in the cache."""
-        return [r.num_cached_tokens for r in self.real] == [v.num_cached_tokens for v in self.virtual]
+        """Whether every single request found as many tokens in the cache, in every run."""
+        virtual = [record.num_cached_tokens for record in self.virtual]
+        return all([record.num_cached_tokens for record in run] == virtual for run in self.runs)
 
     def to_table(self) -> str:
         """For people."""
@@ -210,34 +227,55 @@ def compare(engine: Engine, shape: ModelShape, profile: HardwareProfile, arrival
 
     What the engine had cached is overwritten, and so forgotten.
     """
-    num_blocks, block_size = engine.manager.num_blocks, engine.manager.block_size
-
-    def run(runner: Executor, clock: Clock) -> list[Served]:
-        return replay(Engine(runner, KVCacheManager(num_blocks, block_size), clock=clock), clock, arrivals)
-
-    virtual_clock = VirtualClock()
-    virtual = run(VirtualExecutor(shape, profile, virtual_clock), virtual_clock)
+    virtual = predict(engine, shape, profile, arrivals)
     engine.manager.reset()
-    return Comparison(run(engine.executor, WallClock()), virtual)
+    return Comparison([_replay_on(engine.executor, engine, WallClock(), arrivals)], virtual)
+
+
+def predict(engine: Engine, shape: ModelShape, profile: HardwareProfile, arrivals: Sequence[Arrival]) -> list[Served]:
+    """Replay the arrivals on a virtual executor, with a cache as large as the engine's."""
+    clock = VirtualClock()
+    return _replay_on(VirtualExecutor(shape, profile, clock), engine, clock, arrivals)
+
+
+def _replay_on(executor: Executor, engine: Engine, clock: Clock, arrivals: Sequence[Arrival]) -> list[Served]:
+    manager = KVCacheManager(engine.manager.num_blocks, engine.manager.block_size)
+    return replay(Engine(executor, manager, clock=clock), clock, arrivals)
 
 
 def calibrate(
-    engine: Engine, shape: ModelShape, *, rate_per_s: float, progress: Callable[[str], None]
+    engine: Engine, shape: ModelShape, *, rate_per_s: float | None = None, progress: Callable[[str], None]
 ) -> tuple[HardwareProfile, Comparison]:
     """Measure an idle engine's executor; return its profile, and how well that predicts a trace of its own.
 
-    The cache is empty afterwards. progress: told a line now and then.
+    The cache is empty afterwards. rate_per_s: requests a second of that trace; None for as many as keep this machine
+    busy half of the time. progress: told a line now and then.
     """
-    manager = engine.manager
+    manager, executor = engine.manager, engine.executor
     manager.reset()
     progress("timing steps")
-    steps = measure_steps(engine.executor, shape, num_blocks=manager.num_blocks, block_size=manager.block_size)
-    profile = with_overhead(fit_profile(engine.executor.numerics_id, steps), engine)
-    profile = replace(profile, host_bytes_per_s=measure_host_bytes_per_s(engine, shape))
-    progress(f"{len(steps)} kinds of steps timed; replaying a trace")
+    timer = StepTimer(executor, shape, num_blocks=manager.num_blocks, block_size=manager.block_size)
+    timer.run(_NUM_ROUNDS)
     longest = min(1200, engine.max_request_tokens)
+    if rate_per_s is None:
+        at_once = example_arrivals(shape.vocab_size, max_tokens=longest, rate_per_s=1e9)
+        finished_s = [record.finished_s for record in predict(engine, shape, _fit(engine, timer), at_once)]
+        rate_per_s = _BUSY_SHARE * len(at_once) / max(finished_s)
     arrivals = example_arrivals(shape.vocab_size, max_tokens=longest, rate_per_s=rate_per_s)
-    return profile, compare(engine, shape, profile, arrivals)
+    runs = []
+    for number in range(_NUM_RUNS):
+        progress(f"replaying a trace, {number + 1} of {_NUM_RUNS}, and timing steps between")
+        runs.append(_replay_on(executor, engine, WallClock(), arrivals))
+        timer.run(_NUM_ROUNDS)
+    manager.reset()
+    profile = with_overhead(_fit(engine, timer), engine)
+    manager.reset()
+    profile = replace(profile, host_bytes_per_s=measure_host_bytes_per_s(engine, shape))
+    return profile, Comparison(runs, predict(engine, shape, profile, arrivals))
+
+
+def _fit(engine: Engine, timer: StepTimer) -> HardwareProfile:
+    return fit_profile(engine.executor.numerics_id, timer.steps)
 
 
 def measure_host_bytes_per_s(engine: Engine, shape: ModelShape, clock: Clock | None = None) -> float | None:

@@ -105,7 +105,7 @@ def _simulated(args: argparse.Namespace, traffics: list[Traffic], shared: list[f
 
 def _real(args: argparse.Namespace, traffics: list[Traffic], shared: list[float]) -> tuple[str, list[Point]]:
     from anaphora.engine.build import build_engine
-    from anaphora.engine.calibration import fit_profile, measure_steps
+    from anaphora.engine.calibration import StepTimer, fit_profile
     from anaphora.lab.chain import Memory, real, simulated
     from anaphora.lab.importers import LogError
     from anaphora.lab.progress import ProgressBar
@@ -122,10 +122,9 @@ def _real(args: argparse.Namespace, traffics: list[Traffic], shared: list[float]
     engine = build_engine(model, executor=args.executor, kv_memory_bytes=2 * max(wanted, 512) * 16 * per_token)
     executor, block_size = engine.executor, engine.manager.block_size
     note("timing steps of the real engine")
-    profile = fit_profile(
-        executor.numerics_id,
-        measure_steps(executor, shape, num_blocks=engine.manager.num_blocks, block_size=block_size),
-    )
+    timer = StepTimer(executor, shape, num_blocks=engine.manager.num_blocks, block_size=block_size)
+    timer.run(4)
+    profile = fit_profile(executor.numerics_id, timer.steps)
     points: list[Point] = []
     sizes = []
     memory = Memory(_blocks(args, traffics[0], block_size, per_token), block_size, max_num_batched_tokens=512)
