@@ -56,6 +56,10 @@ class Worker(asyncio.Protocol):
             return
         lines = head.lower().split(b"\r\n")
         length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
+        if b"transfer-encoding: chunked" in lines:  # as Envoy sends what its picker has looked at
+            if not body.endswith(b"\r\n0\r\n\r\n"):
+                return
+            length = len(body)
         if len(body) < length:
             return
         self._data = body[length:]
