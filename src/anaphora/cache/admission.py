@@ -1,4 +1,5 @@
-"""Admission: a sequence is looked up, what is found is pinned, and blocks are taken for the rest, all at once."""
+"""Admission: a sequence is looked up, what is found is pinned, and blocks are taken for the rest, all at once; later
+it is given more."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Lookups, and the first `allocate` of a sequence, or that after a preemption.
+    """Lookups, and `allocate`: the first of a sequence, or that after a preemption, admits it, later ones extend it.
 
     A lookup is kept with its sequence for as long as the index does not change, so asking before admitting costs
     nothing.
@@ -125,6 +126,24 @@ class Admission:
             if host_blocks:
                 sequence.num_host_tokens = len(host_blocks) * block_size
                 stats.host_hits += sequence.num_host_tokens
+        return True
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a running sequence room for `num_tokens` tokens after those computed. False, with nothing changed, if
+        there is not as much room."""
+        index = self._index
+        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self._block_size)
+        missing = (num_blocks - len(sequence.block_table)) * self._num_groups
+        copies = self._copies.shared_tails(sequence) if num_tokens and self._copies.forked else ()
+        if missing > 0 or copies:
+            num_new = max(0, missing) + len(copies) - index.num_leaving(sequence)
+            if num_new > index.num_available and not self._retained.give_way(num_new):
+                return False
+        index.slide(sequence)
+        if copies:
+            self._copies.copy_tails(sequence, copies)
+        if missing > 0:
+            sequence.extend_tables(index.take(missing))
         return True
 
     def _load(self, sequence: Sequence, host_blocks: array[int], num_new: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from anaphora.identity import extra_keys
 from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from anaphora.identity import BlockDigests, Extras, Media, Namespace
 
@@ -68,6 +69,16 @@ def require_names(digests: BlockDigests, namespace: Namespace, media: Sequence[M
     if extras is not None:
         # Whether there is a name does not depend on the ids.
         digests.chain(digests.root(namespace), bytes(num_blocks * block_size * TOKEN_BYTES), block_size, extras)
+
+
+def stretches(is_stored: Iterable[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of consecutive blocks that are stored: one event tells of each."""
+    start = 0
+    for stored, group in groupby(is_stored):
+        end = start + sum(1 for _ in group)
+        if stored:
+            yield start, end
+        start = end
 
 
 class Mirror:

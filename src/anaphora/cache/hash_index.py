@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from anaphora.cache.events import BlockStored
+from anaphora.cache.events import BlockStored, stretches
 from anaphora.cache.eviction import Lru
 from anaphora.cache.index import NO_HIT, Hit, require
 from anaphora.cache.named_blocks import NamedBlocks
@@ -148,13 +148,8 @@ class HashIndex:
         """Every cached block that extends the last prefix."""
         run, position = hit.where[:2] if hit.where else (self._trie.roots.get(sequence.namespace), 0)
         if run is None or not isinstance(sequence.label(hit.num_blocks, self._trie.width), bytes):
-            return
-        if position < run.num_blocks and run.content is None and run.columns[0][position]:
-            width = self._trie.width
-            yield bytes(run.key[position * width : (position + 1) * width]), run.columns[0][position]
-        for label, kid in run.kids.get(position, {}).items():
-            if isinstance(label, bytes) and kid.columns[0][0]:
-                yield label, kid.columns[0][0]
+            return ()
+        return self._trie.continuations(run, position)
 
     def was_evicted(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether the block after a hit is remembered."""
@@ -315,14 +310,7 @@ class HashIndex:
         first = sequence.num_indexed_blocks
         names_before = len(names) - len(blocks)
         width = self._trie.width
-        end = 0
-        while end < len(blocks):
-            start = end
-            while end < len(blocks) and blocks[end]:
-                end += 1
-            if start == end:
-                end += 1
-                continue
+        for start, end in stretches(map(bool, blocks)):
             own = names_before + start
             yield BlockStored(
                 digests=tuple(names[own : own + end - start]),

@@ -14,7 +14,7 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from anaphora.cache.events import HOST, BlockRemoved, BlockStored
+from anaphora.cache.events import HOST, BlockRemoved, BlockStored, stretches
 from anaphora.cache.ghosts import Ghosts
 from anaphora.cache.index import NUM_GHOSTS, require
 from anaphora.cache.run_trie import RunTrie, extending
@@ -98,20 +98,13 @@ class HostTier:
         path = self._trie.walk(prefix, root, 0, num_blocks) if root is not None else None
         return self._ghosts.has(prefix, path[-1].run if path else None, num_blocks)
 
-    def continuations(self, prefix: Prefix, num_blocks: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the blocks without media that are here after a prefix's first `num_blocks`, as (tokens, id)."""
+    def continuations(self, prefix: Prefix, num_blocks: int) -> Iterable[tuple[bytes, int]]:
+        """Return the blocks without media that are here after a prefix's first `num_blocks`, as (tokens, id)."""
         root = self._trie.roots.get(prefix.namespace)
         path = self._trie.walk(prefix, root, 0, num_blocks) if root is not None else None
         if not path or sum(end - start for _, start, end in path) < num_blocks:
-            return
-        run, _, position = path[-1]
-        if position < run.num_blocks and run.content is None and run.columns[0][position]:
-            label = self._trie.label_at(run, position)
-            assert isinstance(label, bytes)
-            yield label, run.columns[0][position]
-        for label, kid in run.kids.get(position, {}).items():
-            if isinstance(label, bytes) and kid.columns[0][0]:
-                yield label, kid.columns[0][0]
+            return ()
+        return self._trie.continuations(path[-1].run, path[-1].end)
 
     def hold(self, host_blocks: array[int]) -> None:
         """Keep these where they are until they are loaded: others may come in before that."""
@@ -212,14 +205,7 @@ class HostTier:
         """One event for each stretch of blocks that were not here."""
         before = [parent, *names]
         width = self._trie.width
-        end = 0
-        while end < len(present):
-            start = end
-            while end < len(present) and not present[end]:
-                end += 1
-            if start == end:
-                end += 1
-                continue
+        for start, end in stretches(not block for block in present):
             yield BlockStored(
                 digests=tuple(names[start:end]),
                 parent=before[start],

@@ -10,7 +10,6 @@ the computation. It is not thread-safe: one engine loop calls it.
 from __future__ import annotations
 
 import time
-from operator import index as to_integer
 from typing import TYPE_CHECKING
 
 from anaphora.cache.admission import Admission
@@ -21,7 +20,7 @@ from anaphora.cache.explain import Explanation, explain
 from anaphora.cache.hash_index import HashIndex
 from anaphora.cache.host_tier import HostTier
 from anaphora.cache.index import NO_HIT, PrefixIndex, require
-from anaphora.cache.options import check_options
+from anaphora.cache.options import check_block_ids, check_options
 from anaphora.cache.radix_index import RadixIndex
 from anaphora.cache.residency import Residency, ResidencyStats
 from anaphora.cache.retention import Retention, RetentionBook
@@ -197,21 +196,7 @@ class KVCacheManager:
             raise ValueError(f"num_tokens: expected an integer, 0 or more, got {num_tokens!r}")
         if sequence.state != "running":
             return self._admission.admit(sequence, num_tokens)
-        index = self._index
-        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
-        missing = (num_blocks - len(sequence.block_table)) * self._num_groups
-        copies = self._copies.shared_tails(sequence) if num_tokens and self._copies.forked else ()
-        if missing > 0 or copies:
-            num_new = max(0, missing) + len(copies) - index.num_leaving(sequence)
-            if num_new > index.num_available and not self._retained.give_way(num_new):
-                return False
-        if self._windows.window_groups:
-            index.slide(sequence)
-        if copies:
-            self._copies.copy_tails(sequence, copies)
-        if missing > 0:
-            sequence.extend_tables(index.take(missing))
-        return True
+        return self._admission.extend(sequence, num_tokens)
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the next `num_tokens` tokens is in the blocks now: those that became full can be shared.
@@ -466,13 +451,7 @@ class KVCacheManager:
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make the content of these blocks, and all that extends it, unfindable. Running sequences keep their blocks
         and go on, but nothing that builds on forgotten content is published again. Cost: O(tree)."""
-        try:
-            blocks = set(map(to_integer, block_ids))
-        except TypeError as error:
-            raise TypeError(f"block_ids: expected integers, {error}") from None
-        for block in blocks:
-            if not 1 <= block <= self.num_blocks:
-                raise ValueError(f"block_ids: expected ids between 1 and {self.num_blocks}, got {block}")
+        blocks = check_block_ids(block_ids, self.num_blocks)
         self._retained.release_those_with(blocks)
         if not self._index.keeps_orphans:
             for sequence in self._index.holders:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from operator import index as to_integer
+from typing import TYPE_CHECKING, Literal
 
 from anaphora.identity import BlockDigests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 IndexKind = Literal["radix", "hash"]
 INDEX_KINDS = ("radix", "hash")
 MAX_BLOCK_ID = 2**31 - 1
 """Block tables hold int32."""
+
+
+def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> set[int]:
+    """Return ids of blocks as a set. Raises TypeError or ValueError for what is none of the pool's."""
+    try:
+        blocks = set(map(to_integer, block_ids))
+    except TypeError as error:
+        raise TypeError(f"block_ids: expected integers, {error}") from None
+    for block in blocks:
+        if not 1 <= block <= num_blocks:
+            raise ValueError(f"block_ids: expected ids between 1 and {num_blocks}, got {block}")
+    return blocks
 
 
 def check_options(

@@ -61,6 +61,14 @@ class RunTrie:
         content = run.content_at(position)
         return tokens if content is None else (tokens, content)
 
+    def continuations(self, run: Run, position: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the blocks without media that are cached at a place, as (tokens, id)."""
+        if position < run.num_blocks and run.content is None and run.columns[0][position]:
+            yield bytes(run.key[position * self.width : (position + 1) * self.width]), run.columns[0][position]
+        for label, kid in run.kids.get(position, {}).items():
+            if isinstance(label, bytes) and kid.columns[0][0]:
+                yield label, kid.columns[0][0]
+
     def walk(self, sequence: Prefix, run: Run, at: int, last: int) -> list[Span]:
         """Follow a sequence's blocks `at` .. `last` - 1 from a place on, for as long as they are known, cached or not.
         Changes nothing."""
