@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.host_tier import HostTier
+    from anaphora.cache.index import NextTier
     from anaphora.cache.prefix import Prefix
     from anaphora.cache.quota_lanes import QuotaLane
     from anaphora.cache.residency import Residency
@@ -260,7 +260,7 @@ class HashIndex:
             self._evict(excess)
             self._free.prepend(excess)
 
-    def spill_to(self, host: HostTier) -> None:
+    def spill_to(self, host: NextTier) -> None:
         """Evicted blocks go there."""
         self._named.host = host
 

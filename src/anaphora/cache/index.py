@@ -14,8 +14,8 @@ from anaphora.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
+    from collections.abc import Sequence as SequenceOf
 
-    from anaphora.cache.host_tier import HostTier
     from anaphora.cache.prefix import Prefix
     from anaphora.cache.sequence import Sequence
     from anaphora.identity import Namespace
@@ -69,6 +69,19 @@ NO_HIT = Hit(0, 0, None, 0)
 
 NUM_GHOSTS = 4096
 """How many evictions an index remembers, so that `explain` can tell evicted from never cached."""
+
+
+class NextTier(Protocol):
+    """Where evicted blocks go."""
+
+    def save(self, prefix: Prefix, blocks: array[int], names: SequenceOf[bytes], parent: bytes | None) -> None:
+        """The last blocks of a prefix are about to be evicted. names: their digests, and `parent` that of the block
+        before, if there are events."""
+        ...
+
+    def forget(self, prefix: Prefix) -> None:
+        """The last block of a prefix is forgotten, and all that extends it."""
+        ...
 
 
 class PrefixIndex(Protocol):
@@ -135,7 +148,7 @@ class PrefixIndex(Protocol):
         """Hand out blocks for a sequence's table, evicting as needed. The caller checked `num_available`."""
         ...
 
-    def spill_to(self, host: HostTier) -> None:
+    def spill_to(self, host: NextTier) -> None:
         """Let a host tier have every block that is evicted from now on, while its content is still there."""
         ...
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from anaphora.cache.events import Event
-    from anaphora.cache.host_tier import HostTier
+    from anaphora.cache.index import NextTier
     from anaphora.cache.residency import Residency
     from anaphora.cache.run import Run
     from anaphora.cache.windows import Windows
@@ -41,7 +41,7 @@ class NamedBlocks:
         self._has_groups = windows.num_groups > 1
         self._has_windows = bool(windows.window_groups)
         self._residency = residency
-        self.host: HostTier | None = None
+        self.host: NextTier | None = None
         """Where blocks go that are evicted."""
         self._positions = [0] * (num_blocks + 1)
         self._groups = bytearray(num_blocks + 1)
@@ -91,7 +91,7 @@ class NamedBlocks:
             done += num_alike
         return num_evicted
 
-    def _save(self, host: HostTier, run: Run, end: int, leaving: array[int]) -> None:
+    def _save(self, host: NextTier, run: Run, end: int, leaving: array[int]) -> None:
         """Let host memory have the blocks up to `end`, which are leaving last first."""
         first = end - len(leaving)
         names: list[bytes] = []

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.eviction import EvictionPolicy
-    from anaphora.cache.host_tier import HostTier
-    from anaphora.cache.index import Hit
+    from anaphora.cache.index import Hit, NextTier
     from anaphora.cache.node import Key, LruOrder, Node
     from anaphora.cache.prefix import Prefix
     from anaphora.cache.residency import Residency
@@ -74,7 +73,7 @@ class RadixIndex:
         self._duplicates = Duplicates(self._replace_blocks)
         self._extra_holders: dict[int, int] = {}
         """Blocks outside the tree that several sequences hold: how many more than one."""
-        self._host: HostTier | None = None
+        self._host: NextTier | None = None
         self.holders: dict[Sequence, None] = {}
         self.num_evicted_blocks = 0
         self.version = 0
@@ -234,7 +233,7 @@ class RadixIndex:
         del blank[cut:]
         return blocks
 
-    def spill_to(self, host: HostTier) -> None:
+    def spill_to(self, host: NextTier) -> None:
         """Evicted blocks go there."""
         self._host = host
         self._tree.on_leave = self._on_leave
@@ -245,7 +244,7 @@ class RadixIndex:
         if self._host is not None and is_evicted:
             self._save(self._host, node, first)
 
-    def _save(self, host: HostTier, node: Node, first: int) -> None:
+    def _save(self, host: NextTier, node: Node, first: int) -> None:
         names: list[bytes] = []
         parent = None
         if self._events is not None:
