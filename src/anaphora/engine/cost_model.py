@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from anaphora.engine.executor import Batch
-    from anaphora.engine.grouping import Group
+    from anaphora.engine.executor import Batch, Group
     from anaphora.model.shape import ModelShape
 
 _BYTES_PER_VALUE = 2

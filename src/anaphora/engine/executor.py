@@ -10,14 +10,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from anaphora.engine.grouping import Group
     from anaphora.model import LoraAdapter
+
+Group: TypeAlias = tuple[tuple[int, ...], int]
+"""Numbers of the members, ascending, at least two; how many leading blocks they have in common."""
+
+MIN_SHARED_TOKENS = 256
+"""What a group must have in common, beyond what the group around it has, to be worth the planning."""
 
 
 @dataclass(frozen=True, slots=True)

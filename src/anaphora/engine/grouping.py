@@ -12,7 +12,9 @@ Whatever made them share, a cached prefix or a fork, shows in the tables, and no
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
+
+from anaphora.engine.executor import MIN_SHARED_TOKENS, Group
 
 if TYPE_CHECKING:
     from array import array
@@ -20,12 +22,6 @@ if TYPE_CHECKING:
 
     from anaphora.engine.live_request import LiveRequest
     from anaphora.engine.scheduler import ScheduledSpan
-
-Group: TypeAlias = tuple[tuple[int, ...], int]
-"""Numbers of the members, ascending, at least two; how many leading blocks they have in common."""
-
-MIN_SHARED_TOKENS = 256
-"""What a group must have in common, beyond what the group around it has, to be worth the planning."""
 
 
 def shared_prefixes(tables: Sequence[array[int]], block_size: int, min_tokens: int = MIN_SHARED_TOKENS) -> list[Group]:

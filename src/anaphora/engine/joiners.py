@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeAlias
 
-from anaphora.engine.grouping import MIN_SHARED_TOKENS
+from anaphora.engine.executor import MIN_SHARED_TOKENS
 from anaphora.engine.order.prompt_tree import common_tokens
 from anaphora.tokens import TOKEN_BYTES
 

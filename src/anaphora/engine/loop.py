@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
     from anaphora.cache.events import Event
     from anaphora.cache.manager import KVCacheManager
-    from anaphora.engine.executor import Executor
-    from anaphora.engine.grouping import Group
+    from anaphora.engine.executor import Executor, Group
     from anaphora.engine.order import QueueOrderChoice
     from anaphora.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
     from anaphora.engine.sampling import TokenSource

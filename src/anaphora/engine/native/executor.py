@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from anaphora.engine.executor import Batch, Span
-    from anaphora.engine.grouping import Group
+    from anaphora.engine.executor import Batch, Group, Span
     from anaphora.model import LoraAdapter, ModelShape, Weights
 
     Array: TypeAlias = NDArray[np.float32]

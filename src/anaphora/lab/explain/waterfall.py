@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from anaphora.lab.explain.case import Case, Conditions
 from anaphora.lab.explain.neighbours import Neighbours
@@ -30,7 +30,6 @@ from anaphora.lab.explain.volatile import VOLATILES, Difference, tell, without
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anaphora.lab.explain.provider import ProviderCase
     from anaphora.lab.record import LoggedRequest, Part
 
 
@@ -108,7 +107,16 @@ class Waterfall:
         return None if self.reported is None or not self.reporting_tokens else self.reported / self.reporting_tokens
 
 
-def explain(case: Case, reality: Reality, provider: ProviderCase | None = None) -> Waterfall:
+class HasLevels(Protocol):
+    """Rules between prompts and their reuse."""
+
+    def levels(self) -> Sequence[tuple[str, Sequence[int]]]:
+        """Return what would be read, request by request, with no rule in force, then with one more at a time; each
+        under the name of the rule that came last."""
+        ...
+
+
+def explain(case: Case, reality: Reality, provider: HasLevels | None = None) -> Waterfall:
     """Run the levels and name the losses. Cost: about ten runs of the log.
 
     provider: whose rules stand between the prompts and their reuse, in place of an engine's cache.
